@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,23 +65,6 @@ def chunking(chunks: int) -> Iterator[None]:
 def chunks_of(own: int | None) -> int | None:
     """Return into how many chunks a module cuts its tokens, that has chunks of its own."""
     return own if override.chunks is None else override.chunks
-
-
-class Chunked:
-    """A function called within `chunking`, in the recompute of a checkpoint as in its forward."""
-
-    def __init__(self, fn: Callable[..., Any], chunks: int):
-        self.fn, self.chunks = fn, chunks
-
-    @property
-    def __self__(self) -> Any:
-        """The module that a bound method is of."""
-        return getattr(self.fn, "__self__", None)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
-        with chunking(self.chunks):
-            return self.fn(*args, **kwargs)
 
 
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:

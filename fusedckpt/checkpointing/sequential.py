@@ -166,8 +166,7 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> tuple[list[Any], 
     """Return the functions to call one after the other, and the spans of that list."""
     count = len(functions)
     if hasattr(segments, "spans"):
-        # MLPs are cut into chunks
-        return segments.cut(functions), segments.spans(count)
+        return functions, segments.spans(count)
     rule = RULES.get(segments) if isinstance(segments, str) else None
     first = measured_starts(rule, functions, input) if rule else given_starts(segments, count)
     stretches = list(pairwise([*first, count]))

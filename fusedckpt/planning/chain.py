@@ -3,6 +3,23 @@
 All peaks of a chain are those of one step in which every unit is in a checkpoint of its own. A plan
 changes them by sums: a unit that saves a level adds the bytes of that level until its backward is
 done; a unit inside a segment, behind another one, subtracts its input, which nothing keeps then.
+
+A step under a plan that saves all of unit 0 and has 1 and 2 in one segment, a phase a line, with
+the field that has the phase's peak, and the bytes that the plan adds to those of the baseline:
+
+    code before          before
+    forward of 0         0.levels[].forward
+    code between         0.between            + 0.levels[].kept, until its backward
+    forward of 1         1.again.forward
+    code between         1.between
+    forward of 2         2.again.forward
+    code and loss        2.between            - 2.freed, the output of 1
+    recompute of 1       2.arrives + what 1.inside.forward is above 1.begin
+    recompute, backward  2.again.backward     + 1.inside.kept; 2.freed exists again
+    backward of 1        1.inside.backward    - 1.inside.kept
+    backward of 0        0.levels[].backward  - 0.levels[].kept
+    optimizer            after
+
 `moments` goes through a step under a plan. It checks plans of `solver`, and is independent of it.
 """
 
@@ -31,31 +48,33 @@ class Level:
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that runs as a whole.
-
-    levels: of distinct names. again: the unit in a segment of its own; its `extra` is the time of
-    the recompute; None where `fixed` says why no segment may hold it. inside: the unit between its
-    recompute and its backward in a segment. input: bytes of the arguments that a segment keeps
-    which starts here; freed: of those that it does not keep where the unit is behind another one.
-    begin: live bytes when its forward begins; arrives: when its gradient arrives. between: the peak
-    from its end to the beginning of the next unit. joined: it may be in one segment with the unit
-    before. members: the names of its modules, where these are several. released: bytes of its input
-    that it does not save, which a segment that starts here keeps.
-    """
+    """A module, or several in a row, that runs as a whole. Bytes and peaks are of a whole step."""
 
     name: str
+    # the ways in which it saves something, of distinct names
     levels: tuple[Level, ...]
+    # the unit in a segment of its own, `extra` is the time of its recompute; None where it is fixed
     again: Level | None
+    # the unit between its recompute and its backward in a segment
     inside: Level
     forward_ms: float
+    # bytes of the arguments that a segment keeps which starts here
     input: int
+    # bytes of the arguments that a segment does not keep which starts earlier
     freed: int
+    # live bytes when its forward begins
     begin: int
+    # the peak from its end to the beginning of the next unit
     between: int
+    # live bytes when its gradient arrives
     arrives: int
+    # whether it may be in one segment with the unit before
     joined: bool = False
+    # why no segment may hold it, or ""
     fixed: str = ""
+    # the names of its modules, where these are several
     members: tuple[str, ...] = ()
+    # bytes of its arguments that it does not save, but a segment keeps which starts here
     released: int = 0
 
     @property
@@ -91,22 +110,22 @@ class Unit:
 
 @dataclass(frozen=True)
 class Chain:
-    """Units in the order of their forward.
-
-    base: live bytes when the step begins: parameters, gradients, optimizer. before, after: the
-    peaks until the first unit runs, and after all backwards. states: bytes of random states that a
-    segment keeps of each unit. head: bytes that the code behind the last unit saves. slower: ms of
-    a step for each extra ms of units alone. outlives: whether autocast's cache lives until the
-    loss is computed.
-    """
+    """Units in the order of their forward."""
 
     units: tuple[Unit, ...]
+    # live bytes when the step begins: parameters, gradients, optimizer
     base: int = 0
+    # the peak until the first unit runs
     before: int = 0
+    # the peak after all backwards, in the optimizer's step
     after: int = 0
+    # bytes of the random states that a segment keeps of each module
     states: int = 0
+    # bytes that the code behind the last unit saves
     head: int = 0
+    # ms of a step for each extra ms of units alone
     slower: float = 1.0
+    # whether autocast's cache of cast weights lives until the loss is computed
     outlives: bool = True
 
     @property
@@ -151,15 +170,16 @@ class Item:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The peak of a plan in bytes and where it is, its extra ms per step, and a bound of these.
-
-    lower_bound: ms that no plan within the same budget is below, as far as is known.
-    """
+    """The cost of a plan."""
 
     items: tuple[Item, ...]
+    # in bytes
     peak: int
+    # ms per step
     extra: float
+    # the part of the step with the peak
     where: str
+    # ms that no plan within the same budget is below, as far as is known
     lower_bound: float = 0.0
 
 

@@ -38,14 +38,14 @@ class Measured(NamedTuple):
     plain: Times | None
 
 
-def measured(step: Step, found: Sequence[Found], selective: bool, chunks: int = 1) -> Measured:
-    """Measure units; selective: at PRODUCTS, too; chunks: into which their MLPs are cut."""
-    meter = Meter(step, found, chunks)
+def measured(step: Step, found: Sequence[Found], selective: bool) -> Measured:
+    """Measure units; selective: at PRODUCTS, too."""
+    meter = Meter(step, found)
     alone = meter.alone()
     freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
     costs = _Costs(meter, found, alone, step.parameters()[0].device)
     costs.measure(selective)
-    kind = step_kind(step), chunks, tuple(unit.name for unit in found), selective
+    kind = step_kind(step), tuple(unit.name for unit in found), selective
     plain, times = once(kind, costs.times)
     units = tuple(costs.unit(i, freed[i], times[i]) for i in range(len(found)))
     head = alone.live["backward"] - alone.live["returned"]

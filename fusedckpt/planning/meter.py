@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.private import num_nodes, number_of
 from fusedckpt.memory import Mark, Phase, nbytes_of, phases_of, seconds, storage_ref
-from fusedckpt.planning.roles import PLAIN, Role, assigned, in_chunks, run_at, segmented
+from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
 from fusedckpt.planning.survey import Found, graph_of, trimmers_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
@@ -242,8 +242,8 @@ def roles_at(level: str, unit: Found) -> list[Role]:
 class Meter:
     """Runs steps of a model with its units in roles."""
 
-    def __init__(self, step: Step, found: Sequence[Found], chunks: int):
-        self._step, self._found, self._chunks = step, found, chunks
+    def __init__(self, step: Step, found: Sequence[Found]):
+        self._step, self._found = step, found
 
     def _alone(self) -> list[list[Role]]:
         """Return roles in which each unit is in a segment of its own, unless none may hold it."""
@@ -253,8 +253,7 @@ class Meter:
         ]
 
     def _in(self, roles: Roles, marker: _Marker) -> Any:
-        cut = [[in_chunks(role, self._chunks) for role in own] for own in roles]
-        marked = [marker.roles_of(i, own) for i, own in enumerate(cut)]
+        marked = [marker.roles_of(i, own) for i, own in enumerate(roles)]
         return assigned(self._by_module(marked))
 
     def _by_module(self, roles: Roles) -> dict[nn.Module, Role]:

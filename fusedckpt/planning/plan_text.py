@@ -46,13 +46,11 @@ def _rows(plan: Plan) -> list[Row]:
 def _cells(plan: Plan, item: Item) -> Row:
     """Return the cells of an item's row, but for its name and number."""
     chain, units = plan.chain, plan.chain.units[item.start : item.stop]
-    chunks = [f"in {plan.chunks} chunks"] * (plan.chunks > 1)
     if item.level is None:
         of = f" of {len(units)} units" if len(units) > 1 else ""
-        planned = ", ".join([of, *chunks])
+        planned = of
     else:
-        saves = [f"saves {item.level}"] * (item.level != PLAIN)
-        planned = ", ".join([*saves, *chunks]) or "unchanged"
+        planned = "unchanged" if item.level == PLAIN else f"saves {item.level}"
         # a unit with a forward that is not the same twice is named below
         if units[0].fixed and units[0].name not in plan.left_out:
             planned += f", {units[0].fixed}"

@@ -19,12 +19,12 @@ from torch.optim import Optimizer, SparseAdam
 from fusedckpt.autograd import arguments
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.measure import Measured, measured
+from fusedckpt.planning.measure import measured
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.units import check_model, has_levels, names_of
+from fusedckpt.planning.units import check_model, names_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
@@ -224,15 +224,11 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         rest = step.resident(held) if goal.is_rest else 0
         limit = None if limit is None else limit + rest
 
-        def measure(chunks: int) -> Measured:
-            tell("measuring units" + f" in {chunks} chunks" * (chunks > 1))
-            return measured(step, survey.units, policy == "speed", chunks)
-
-        found = measure(1)
+        tell("measuring units")
+        measurement = measured(step, survey.units, policy == "speed")
         tell("trying plans")
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
-        again = measure if any(map(has_levels, (unit.module for unit in survey.units))) else None
-        trials = Trials(step, found, title, limit, survey.left_out, again)
+        trials = Trials(step, measurement, title, limit, survey.left_out)
         best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         best = trials.timed(best)
     gradient_bytes = nbytes_of([*step.gradients.values(), *step.stale])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.levels import LEVELS, Chunked, saving
+from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.checkpointing.sequential import Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
@@ -29,36 +29,40 @@ _FORMAT = {"format": "fusedckpt.plan", "version": 5}
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `plan`: `items` for the units of `chain`, in order.
+    """The result of `plan`. Peaks are those of a whole step, parameters included, in bytes."""
 
-    `predicted_bytes` and `measured_bytes` are peaks of a whole step, parameters included; the
-    latter is None if no step was run under the plan. Times are in ms per step. `extra_ms` is the
-    time over a step that saves everything: the median difference of `rounds` pairs of steps. With
-    one pair it is the mean of that difference and of the prediction from units. With 0 rounds it is
-    the prediction alone: a step that saves everything may not fit, or steps differ by more.
-    `error_ms` is the standard error of the measurement, `forward_ms` the time of the model's
-    forward. `lower_bound_ms` bounds every plan within the budget. `chunks`: into how many all MLPs
-    in units cut their tokens. `left_out` says why modules were not made units, or are never
-    recomputed; `structure` has the classes of the model and its units. `gradient_bytes` counts the
-    gradients that exist when the planned step begins.
-    """
-
+    # the class of the model
     model: str
+    # the policy, or the modules that it lists
     policy: str
+    # None for a policy without a budget
     budget_bytes: int | None
+    # the units in the order of their forward
     chain: Chain
+    # a level or a segment for each unit, in order
     items: tuple[Item, ...]
+    # the peak of the model of costs
     predicted_bytes: int
+    # ms per step over one that saves everything: the median difference of `rounds` pairs of steps;
+    # with one pair the mean of that and of the prediction from units, with none the prediction, as
+    # a step that saves everything may not fit, or steps differ by more
     extra_ms: float
+    # ms that every plan within the budget takes at least
     lower_bound_ms: float
+    # the peak of a step under the plan, None if none was run
     measured_bytes: int | None = None
+    # by name, why modules are no units, or are never recomputed
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # by name, the classes and sizes of the model ("") and of the modules of units
     structure: Mapping[str, str] = field(default_factory=dict, hash=False)
+    # of the gradients that exist when the planned step begins
     gradient_bytes: int = 0
+    # pairs of steps that `extra_ms` was measured with
     rounds: int = 0
+    # the standard error of that measurement
     error_ms: float = 0.0
+    # the time of the model's forward
     forward_ms: float = 0.0
-    chunks: int = 1
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -90,7 +94,7 @@ class Plan:
                 )
         for name, role in self._roles():
             module = _unit(inner, name)
-            roles.assign(module, roles.in_chunks(role, self.chunks))
+            roles.assign(module, role)
             self._applied.append(weakref.ref(module))
         return model
 
@@ -119,21 +123,13 @@ class Plan:
             names = self._names(item)
             if item.level is None:
                 yield from zip(names, roles.segmented(len(names)), strict=True)
-            elif item.level != roles.PLAIN or self.chunks > 1:
+            elif item.level != roles.PLAIN:
                 for name in names:
                     yield name, roles.run_at(item.level)
 
     def _names(self, item: Item) -> list[str]:
         units = self.chain.units[item.start : item.stop]
         return [name for unit in units for name in unit.modules]
-
-    def cut(self, functions: Sequence[Any]) -> list[Any]:
-        """Return the functions of an nn.Sequential, those in chunks that the plan cuts."""
-        found = list(functions)
-        for unit in self.chain.units if self.chunks > 1 else ():
-            for name in unit.modules:
-                found[int(name)] = Chunked(found[int(name)], self.chunks)
-        return found
 
     def spans(self, count: int) -> list[Span]:
         """Return the plan of an nn.Sequential of `count` modules, as `checkpoint_sequential` does.

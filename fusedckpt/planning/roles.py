@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 )
 
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.autograd.levels import LEVELS, Chunked, chunking, saving
+from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import backward_id, pytree
 from fusedckpt.checkpointing.calls import (
@@ -178,19 +178,6 @@ def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> 
 def _inside(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with saving("preact"), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         return forward(*args, **kwargs)
-
-
-def in_chunks(role: Role, chunks: int) -> Role:
-    """Return a role with MLPs cut into chunks, in recomputes too; the role itself for one."""
-    return role if chunks == 1 else functools.partial(_cut, role, chunks)
-
-
-def _cut(role: Role, chunks: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    if torch.compiler.is_compiling():
-        # a compiled checkpoint traces its recompute but once, and is to change nothing outside
-        with chunking(chunks):
-            return role(forward, args, kwargs)
-    return role(Chunked(forward, chunks), args, kwargs)
 
 
 def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

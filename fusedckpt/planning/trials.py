@@ -7,7 +7,7 @@ steps under it and steps that save everything, in turns: every cost that adds up
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median, quantiles
@@ -30,25 +30,20 @@ _DOUBT = 1.1
 _SECONDS, _FEW, _PAIRS = 0.25, 3, 15
 # a plan costs at least so much of the extra ms of its units: less is noise
 _LEAST = 0.5
-# a working set of an eighth of the F-wide tensors: beyond that tensors of other widths are larger
-_CHUNKS = 8
 
 
 @dataclass
 class Trials:
-    """Steps of a measured model under plans with this title and limit.
-
-    again: measures the units with MLPs in so many chunks, None where there are none. left_out: by
-    name why modules are no units, or are never recomputed.
-    """
+    """Steps of a measured model under plans."""
 
     step: Step
     measured: Measured
+    # the policy, as the plan prints it
     title: str
+    # bytes that the peak of a step may have, None where a policy sets no limit
     limit: int | None
+    # by name, why modules are no units, or are never recomputed
     left_out: Mapping[str, str]
-    again: Callable[[int], Measured] | None = None
-    chunks: int = 1
 
     @property
     def chain(self) -> Chain:
@@ -61,7 +56,6 @@ class Trials:
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
             solution.peak, solution.extra, solution.lower_bound, left_out=dict(self.left_out),
             structure={x: structure_of(model.get_submodule(x)) for x in ["", *names]},
-            chunks=self.chunks,
         )  # fmt: skip
 
     @contextmanager
@@ -77,41 +71,36 @@ class Trials:
         with self._under(found := self._plan(solution)):
             return replace(found, measured_bytes=peak_of(self.step))
 
-    def within(self, limit: int, rest: int, known: int | None = None) -> Plan:
+    def within(self, limit: int, outside: int) -> Plan:
         """Return the fastest plan with a step that, when run, stays within the limit.
 
-        rest: bytes of the limit that the caller did not ask for. known: a peak of other trials.
+        outside: bytes of the limit that the caller's budget does not count. The budget of each
+        search is lowered by what the step before it went beyond the limit.
         """
-        chain, target = self.chain, limit
+        chain, searched = self.chain, limit
         lowest = least_peak(chain)
         for _ in range(_TRIES):
-            if target < lowest.peak:
+            if searched < lowest.peak:
                 break
-            found = self.tried(solve(chain, target))
-            if (excess := _peak(found) - limit) <= 0:
-                return found
+            plan = self.tried(solve(chain, searched))
+            if (excess := _peak(plan) - limit) <= 0:
+                return plan
             # the prediction may miss the same bytes again
-            target = min(target, found.predicted_bytes) - excess
+            searched = min(searched, plan.predicted_bytes) - excess
         needed, spare = lowest.peak, spare_bytes(self.step.parameters()[0].device)
         # a plan that may not fit the device at all is not run
         if lowest.peak <= max(_DOUBT * limit, chain.base + spare):
-            tried = self._lowest()
-            if fitting := [found for found in tried if _peak(found) <= limit]:
-                return min(fitting, key=lambda found: found.extra_ms)
-            needed = min(map(_peak, tried))
-            if self.again is not None:
-                return self._cut(self.again).within(limit, rest, needed)
-        needed = max(0, (needed if known is None else min(needed, known)) - rest)
-        kind = "activation budget" if rest else "budget"
+            plans = self._lowest()
+            if fitting := [plan for plan in plans if _peak(plan) <= limit]:
+                return min(fitting, key=lambda plan: plan.extra_ms)
+            needed = min(map(_peak, plans))
+        needed = max(0, needed - outside)
+        kind = "activation budget" if outside else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-            f"got {limit - rest} bytes; the peak is in the {lowest.where}, which units= of modules "
-            f"inside may lower{_left_out(self.left_out)}"
+            f"got {limit - outside} bytes; the peak is in the {lowest.where}, which units= of "
+            f"modules inside may lower{_left_out(self.left_out)}"
         )
-
-    def _cut(self, again: Callable[[int], Measured]) -> Trials:
-        """Return trials of the units with MLPs in chunks."""
-        return replace(self, measured=again(_CHUNKS), again=None, chunks=_CHUNKS)
 
     def by_policy(self, policy: Policy) -> Plan:
         """Return the plan of a rule."""
@@ -123,11 +112,8 @@ class Trials:
         return self.tried(by_rule(self.chain, policy if isinstance(policy, str) else "all"))
 
     def least(self) -> Plan:
-        """Return the plan of the least measured peak, with MLPs in chunks if that is lower."""
-        found = self._lowest()
-        if self.again is not None:
-            found += self._cut(self.again)._lowest()
-        return min(found, key=lambda found: (_peak(found), found.chunks, found.extra_ms))
+        """Return the plan of the least measured peak."""
+        return min(self._lowest(), key=lambda plan: (_peak(plan), plan.extra_ms))
 
     def _lowest(self) -> list[Plan]:
         """Try the plan of least peak, and rules that may come near it, or the limit."""
@@ -145,7 +131,7 @@ class Trials:
         everything, pairs = by_rule(self.chain, "none"), list[tuple[Times, Times]]()
         device, plain = self.step.parameters()[0].device, self.measured.plain
         if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
-            key = step_kind(self.step), found.items, found.chunks
+            key = step_kind(self.step), found.items
             pairs = once(key, lambda: self._pairs(self._plan(everything), found))
         forwards = [theirs.forward for theirs, _ in pairs] or [plain.forward if plain else 0.0]
         forward = median(forwards) or self.chain.forward_ms
