@@ -46,6 +46,7 @@ from fusedckpt.autograd.private import (
     at_end_of_backward,
     backward_id,
     num_function_modes,
+    storage_key,
 )
 
 # the longest chain of functions that backward runs again
@@ -260,7 +261,9 @@ class Tracker:
         """Note that autograd saves a tensor, as it is."""
         storage = tensor.untyped_storage()
         reference = StorageWeakRef(storage)
-        self._saved[storage._cdata] = _Known(reference, tensor._version, tensor.dtype, None, 0)
+        self._saved[storage_key(storage)] = _Known(
+            reference, tensor._version, tensor.dtype, None, 0
+        )
 
     def note_made(
         self,
@@ -299,7 +302,7 @@ class Tracker:
         for place, t in enumerate(results):
             storage = t.untyped_storage()
             reference = StorageWeakRef(storage)
-            self._made[storage._cdata] = _Known(reference, t._version, t.dtype, made, place)
+            self._made[storage_key(storage)] = _Known(reference, t._version, t.dtype, made, place)
         if len(self._made) + len(self._saved) > self._room:
             self._trim()
 
@@ -357,7 +360,7 @@ def num_other_modes() -> int:
 
 def key_of(tensor: Tensor) -> int:
     """Return a number of a tensor's storage, its own as long as it lives."""
-    return tensor.untyped_storage()._cdata
+    return storage_key(tensor.untyped_storage())
 
 
 def tensors_in(value: Any) -> list[Tensor]:

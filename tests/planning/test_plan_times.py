@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import cycle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -119,7 +120,8 @@ def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
 def test_a_reading_of_units_that_were_not_called():
     names = ["begin", "forward", "enter 1", "leave 1", "returned", "backward", "back 1", "end"]
     phases = [Phase(name, 10 * i, 10 * i + 5, 1.0) for i, name in enumerate(names)]
-    reading = Reading(phases, [0, 0, 0])
+    held = SimpleNamespace(late=lambda: [0, 0, 0], inputs=[], kept_inputs=lambda: [])
+    reading = Reading(phases, held)
     assert [reading.begin(i) for i in range(3)] == [20, 20, 40]
     assert (reading.peak("enter", 0), reading.peak("back", 0)) == (20, 0)
     # what comes behind the last unit is one phase
