@@ -292,6 +292,9 @@ def unfuse(model: nn.Module) -> nn.Module:
         kind = type(module)
         was, original = kind, module.__dict__[MARK].kind
         while was is not original and (made := made_of(was)) is not None:
+            if getattr(made[0], "_fusedckpt_is_role", False):
+                # a plan is applied
+                break
             was = made[1]
         if was not in (original, LayerNorm, RMSNorm, Sequential):
             where = name or "the model"

@@ -61,6 +61,8 @@ class Planned(nn.Module):
 
     # it prints, and is found by name, as the class that it was
     _fusedckpt_prefix = ""
+    # `unfuse` refuses it: its role would stay
+    _fusedckpt_is_role = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
