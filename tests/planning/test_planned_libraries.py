@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import replace
 
 import pytest
@@ -51,8 +52,14 @@ def test_hugging_face_models(kind):
     model, x = hugging_face(kind), tokens()
     inputs = {"input_ids": x, "labels": x}
     plain = copy.deepcopy(model)
-    if kind != "bert":
-        # T5's decoder has a configuration of its own, beside `model.config`
+    if kind == "t5":
+        # the encoder's layers get no cache
+        found = planned(model, policy="all", **inputs)
+        assert sorted(found.left_out) == [f"decoder.block.{i}" for i in range(3)]
+        assert all(re.fullmatch(r"changes .*Cache", why) for why in found.left_out.values())
+        # its decoder has a configuration of its own, beside `model.config`
+        inputs["use_cache"] = False
+    elif kind != "bert":
         with pytest.raises(ValueError, match=r"^plan: .*Cache: .*use_cache=False\)"):
             planned(model, policy="all", **inputs)
         inputs["use_cache"] = False
