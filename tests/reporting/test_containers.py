@@ -182,7 +182,9 @@ class Slotted:
         self.x = x
 
 
-@pytest.mark.parametrize("make", [lambda x: Batch(x, [x]), Frozen, Slotted], ids=str)
+@pytest.mark.parametrize(
+    "make", [lambda x: Batch(x, [x]), Frozen, Slotted], ids=["batch", "frozen", "slots"]
+)
 def test_objects_among_inputs_are_aliased_and_put_back(make):
     leaf = randn(4, 8)
     x = leaf.sin()
