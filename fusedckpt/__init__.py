@@ -75,7 +75,7 @@ __all__ = [
     "unmerge_affine",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 
 def __getattr__(name: str) -> Any:
