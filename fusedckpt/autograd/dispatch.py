@@ -72,28 +72,24 @@ class Meta(NamedTuple):
 
 
 class Context(NamedTuple):
-    """The state that decides a call besides its options and tensors.
+    """The state that decides a call besides its options and tensors."""
 
-    autocast: its dtype for the first tensor's device, None where it is off; level, chunks: of
-    `saving` and `chunking`; twin: whether only the eager reference may run; direct: whether nothing
-    traces or watches ops; forced: the path and the variant that are forced, or None.
-    """
-
+    # grad mode
     grad: bool
+    # autocast's dtype for the first tensor's device, None where it is off
     autocast: torch.dtype | None
+    # the level of `saving`
     level: str | None
-    chunks: int | None
+    # whether only the eager reference may run
     twin: bool
+    # whether nothing traces or watches ops
     direct: bool
+    # the path and the variant that are forced, or None
     forced: tuple[str | None, ...]
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype that nn.Linear multiplies an input of `dtype` in."""
         return dtype if self.autocast is None or dtype == torch.float64 else self.autocast
-
-    def chunks_of(self, options: Any) -> int | None:
-        """Return into how many chunks a call cuts its rows, None where shapes decide."""
-        return self.chunks if options.is_module and self.chunks is not None else options.chunks
 
 
 def variant_for(
@@ -263,7 +259,8 @@ def decide(options: Decided, *tensors: Any) -> Decision:
     context = (
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,
-        *(levels.override.level, levels.override.chunks, is_twin),
+        levels.override.level,
+        is_twin,
         not (has_modes or private.is_profiled()),
         (_forced, _PREFERRED),
     )
@@ -294,7 +291,7 @@ def _checked(options: Any, context: Context, metas: Any) -> Decision:
 
 
 def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decision:
-    level, chunks = levels.override.level, levels.override.chunks
+    level = levels.override.level
     is_own = options.is_module and not are_plain(*tensors)
     named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
     if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
@@ -302,7 +299,7 @@ def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decisio
         return Decision(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
-    context = Context(grad, autocast, level, chunks, twin=twin, direct=False, forced=())
+    context = Context(grad, autocast, level, twin=twin, direct=False, forced=())
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
     return _checked(options, context, metas)
 

@@ -1,4 +1,4 @@
-"""The settings that a caller around a layer may override: its save level and its token chunks."""
+"""The save level of a layer, which a caller around it may override."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ LEVELS = ("inputs", "gate", "preact")
 class _Override(threading.local):
     def __init__(self) -> None:
         self.level: str | None = None
-        self.chunks: int | None = None
 
 
 override = _Override()
@@ -50,21 +49,6 @@ def saving(level: str) -> Iterator[None]:
         yield
     finally:
         override.level = before
-
-
-@contextmanager
-def chunking(chunks: int) -> Iterator[None]:
-    """Override the number of chunks into which MLP modules and heads inside cut their tokens."""
-    before, override.chunks = override.chunks, chunks
-    try:
-        yield
-    finally:
-        override.chunks = before
-
-
-def chunks_of(own: int | None) -> int | None:
-    """Return into how many chunks a module cuts its tokens, that has chunks of its own."""
-    return own if override.chunks is None else override.chunks
 
 
 def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:

@@ -84,7 +84,7 @@ class ExpertOptions(NamedTuple):
         # temporaries of z, h and three times x, beside float32 sums over chunks
         nbytes = index.shape.numel() * 3 * sum(sizes) * dtype.itemsize
         sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
-        chunks = context.chunks_of(self) or run.cut_for(nbytes, sums)
+        chunks = self.chunks or run.cut_for(nbytes, sums)
         b, inputs = Builder(context, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
         self._steps(b, gating, x, index, linears)
         given = {"products": self.products, "top_k": index.shape[-1]}
@@ -170,7 +170,9 @@ class ExpertOptions(NamedTuple):
     def reference(self, x: Tensor, given: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
         """Return the result by torch's own ops; given: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
-        context = Context(False, autocast, None, None, twin=True, direct=False, forced=())
+        context = Context(
+            grad=False, autocast=autocast, level=None, twin=True, direct=False, forced=()
+        )
         b, (gating, _) = Builder(context, context.compute_dtype(x.dtype)), self.check(None)
         linears = taken_apart(self.name, self.linears.keys, pairs, 0)
         if torch.compiler.is_compiling():

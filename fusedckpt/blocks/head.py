@@ -124,7 +124,7 @@ class HeadOptions(NamedTuple):
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        level, chunks = level if context.grad else "inputs", self.chunks or context.chunks or 1
+        level, chunks = level if context.grad else "inputs", self.chunks or 1
         if level == "inputs" and self.chunks is None:
             rows = math.prod(x.shape[:-1])
             chunks = max(chunks, chunks_for(rows, classes, x.shape[-1], dtype))

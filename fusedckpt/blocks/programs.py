@@ -224,8 +224,7 @@ class Options(NamedTuple):
         if self.linears.last is None:
             return 1
         num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
-        own = b.context.chunks_of(self)
-        return own or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
+        return self.chunks or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
 def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:

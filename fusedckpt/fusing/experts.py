@@ -107,7 +107,7 @@ def fused(
             down_bias=weights[_BIASES[1]],
             is_transposed=match.is_transposed,
             save=levels.resolve("experts", None, save, LEVELS),
-            chunks=levels.chunks_of(chunks),
+            chunks=chunks,
         )
     return y.to(x.dtype)
 

@@ -286,7 +286,7 @@ def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> Op
     return Options(
         *(block.kind, block.kind, linears, block.activation),
         save=level,
-        chunks=levels.chunks_of(module.chunks),
+        chunks=module.chunks,
         **drops,
     )
 

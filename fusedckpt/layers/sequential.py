@@ -104,7 +104,7 @@ class Sequential(nn.Sequential):
         if dispatch.is_recorded(input):
             return super().forward(input)
         levels.check("Sequential", self.save, MLP_LEVELS)
-        layers, chunks = list(self._modules.values()), levels.chunks_of(self.chunks)
+        layers, chunks = list(self._modules.values()), self.chunks
         how = {"save": self.save, "chunks": chunks}
         for run in runs(layers):
             if run.kind != "layer":

@@ -10,7 +10,6 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.autograd.levels import chunking
 from fusedckpt.functional import gated_mlp, mlp
 from fusedckpt.memory import peak_bytes
 
@@ -82,8 +81,6 @@ def test_chunks_are_those_of_the_functions(name):
     assert change in str(report)
     assert "chunks=4" in repr(module)
     assert peaks(module) == peaks(pickle.loads(pickle.dumps(module))) == expected[4]
-    with chunking(2):
-        assert peaks(module) == expected[2]
     assert [*fuse(module).already.values()] == [change]
     unfuse(module)
     assert not hasattr(module, "chunks")
@@ -91,15 +88,6 @@ def test_chunks_are_those_of_the_functions(name):
     (change,) = fuse(module).swapped.values()
     assert "chunks" not in change + repr(module)
     assert peaks(module) == expected[1]
-
-
-def test_what_is_around_wins_over_a_module():
-    module = fusedckpt.GatedMLP(D, F, chunks=4)
-    assert "chunks=4" in repr(module)
-    with chunking(2):
-        inside = peaks(module)
-    outside, module.chunks = peaks(module), 2
-    assert outside < inside == peaks(module)
 
 
 @pytest.mark.parametrize("chunks", [0, -1, True, 2.0, "4"])

@@ -7,7 +7,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import NormSpec, functional
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import dispatch
 from fusedckpt.blocks import run
 
 D, F, ROWS = 8, 12, 6
@@ -66,11 +66,9 @@ def test_autocast_grad_mode_and_frozen_tensors(module):
 
 
 def test_chunks():
-    module = fusedckpt.MLP(D, F).to(DEVICE)
-    for chunks in (3, 2):
-        with levels.chunking(chunks):
-            assert module(randn(ROWS, D)).grad_fn.call.chunks == chunks
-        assert module(randn(ROWS, D)).grad_fn.call.chunks == 1
+    for chunks in (3, 2, None):
+        module = fusedckpt.MLP(D, F, chunks=chunks).to(DEVICE)
+        assert module(randn(ROWS, D)).grad_fn.call.chunks == (chunks or 1)
 
 
 def test_chunks_count_what_is_computed_in(monkeypatch):
