@@ -242,7 +242,9 @@ def _read(kernel: Any) -> dict[str, Any]:
 
 
 def _hash_of(ptx: str) -> str:
-    lines = re.sub(r"//.*|^\s*\.(version|target|loc|file|section).*", "", ptx, flags=re.M).split()
+    """Hash the code: without the chip, and the debug sections, which name the source's folder."""
+    code = re.split(r"^\s*\.section\b", ptx, maxsplit=1, flags=re.M)[0]
+    lines = re.sub(r"//.*|^\s*\.(version|target|loc|file).*", "", code, flags=re.M).split()
     return hashlib.sha256(" ".join(lines).encode()).hexdigest()[:16]
 
 
