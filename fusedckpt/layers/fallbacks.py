@@ -85,7 +85,10 @@ WORDS = {
     "check dtype": ("it does not run in {}, the dtype of the check", "pass verify=False"),
     "activation": ("{} is a {}: {}", "fusedckpt.checkpoint of the layer recomputes it"),
     # experts
-    "experts": ("the weights of its experts are not gate_up_proj and down_proj", _CHECKPOINT),
+    "experts": (
+        "its weights of three dimensions are not gate_up_proj and down_proj of experts",
+        _CHECKPOINT,
+    ),
     "parameters": ("its experts have other parameters: {}", _CHECKPOINT),
     "signature": ("its forward does not take x, an index and scores", _CHECKPOINT),
     "shapes": ("its weights have other shapes", _CHECKPOINT),
