@@ -35,7 +35,8 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
-    b = Builder(Context(True, None, None, None, False, True, ()), dtype)
+    context = Context(grad=True, autocast=None, level=None, twin=False, direct=True, forced=())
+    b = Builder(context, dtype)
     fc1 = b.linear("fc1_weight", Parts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))
