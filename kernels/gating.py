@@ -231,7 +231,7 @@ def _launch_gate(
     """Write h by one kernel."""
     m, n = h.shape
     grid = (triton.cdiv(m, TILE["BLOCK_M"]) * triton.cdiv(n, TILE["BLOCK_N"]),)
-    operands = *_pair(z, gate, up), scores.reshape(-1), route.order, h
+    operands = *_pair(z, gate, up), scores.contiguous(), route.order, h
     with torch.cuda.device_of(z):
         gate_kernel[grid](*operands, m, n, z.stride(0), *rule_of(gating), **TILE)
 
@@ -294,7 +294,7 @@ def _launch_gate_grad(
     grid = (triton.cdiv(m, TILE["BLOCK_M"]),)
     with torch.cuda.device_of(dh):
         gate_grad_kernel[grid](
-            dh, scores.reshape(-1), route.order, out, *sizes, *rule_of(gating), **TILE
+            dh, scores.contiguous(), route.order, out, *sizes, *rule_of(gating), **TILE
         )
 
 
