@@ -232,8 +232,8 @@ class Tracker:
     count: called with each tensor that is saved, for hooks that count saved tensors.
     """
 
-    def __init__(self, limit: int = LIMIT, count: Callable[[Tensor], Any] | None = None):
-        self.limit, self.count = limit, count
+    def __init__(self, count: Callable[[Tensor], Any] | None = None):
+        self.count = count
         self._made: dict[int, _Known] = {}
         self._saved: dict[int, _Known] = {}
         self._room = _MANY
@@ -253,7 +253,7 @@ class Tracker:
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
         view = self.find(tensor)
-        if view is None or isinstance(view.source, Leaf) or view.source.depth > self.limit:
+        if view is None or isinstance(view.source, Leaf) or view.source.depth > LIMIT:
             return None
         return view if view.source.is_current() else None
 

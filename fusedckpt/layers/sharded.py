@@ -88,12 +88,6 @@ def placed(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
     return library().DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
-def parts_of(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return tensors, and this rank's parts of those that are DTensors, which have the storage."""
-    with torch.no_grad():
-        return [*tensors, *(t.to_local() for t in tensors if is_sharded(t))]  # type: ignore[union-attr]  # a DTensor
-
-
 def check_input(name: str, x: Any, sharding: Sharding) -> None:
     """Refuse an input, before any work, that the block cannot gather."""
     if not is_sharded(x):
