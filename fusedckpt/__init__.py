@@ -9,10 +9,10 @@ from fusedckpt.autograd.levels import saving
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
 from fusedckpt.blocks.shown import schedule
+from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.regions import region
-from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse

@@ -23,8 +23,9 @@ from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.private import disable_current_modes, pytree
 from fusedckpt.checkpointing.calls import Surroundings, storage_of
+from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.module_calls import Buffers
-from fusedckpt.checkpointing.segment import OPTIONS, Segment, checkpoint, is_plain_call
+from fusedckpt.checkpointing.segment import Segment, is_plain_call
 from fusedckpt.memory import saved_tensors, storages_of
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fusedckpt.autograd import arguments
-from fusedckpt.checkpointing.segment import OPTIONS, checkpoint
+from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 
 
 def Checkpoint(module: nn.Module, **options: Any) -> nn.Module:

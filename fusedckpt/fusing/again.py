@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.checkpointing.segment import checkpoint
+from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.fusing import sharing
 from fusedckpt.fusing.sharing import recipe_of
 from fusedckpt.fusing.state import State

@@ -15,8 +15,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.phases import in_default_stock
+from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
-from fusedckpt.checkpointing.segment import checkpoint
 from fusedckpt.fusing.held import MARK
 from fusedckpt.fusing.swap import fuse
 from fusedckpt.integrations.first_batch import at_first_batch

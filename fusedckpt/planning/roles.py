@@ -37,7 +37,8 @@ from fusedckpt.checkpointing.calls import (
     layout_of,
     storage_of,
 )
-from fusedckpt.checkpointing.segment import Segment, checkpoint, is_plain_call
+from fusedckpt.checkpointing.entry import checkpoint
+from fusedckpt.checkpointing.segment import Segment, is_plain_call
 from fusedckpt.fusing.causal_loss import FusedHead
 from fusedckpt.fusing.subclass import made_of, subclass
 

@@ -11,7 +11,7 @@ from little_llama import ARGUMENTS, LAYERS, VOCAB, build, history, trainer, tran
 from support import DEVICE, flops
 
 import fusedckpt
-from fusedckpt.checkpointing import segment
+from fusedckpt.checkpointing import entry
 from fusedckpt.integrations.transformers import FuseCallback, use_checkpoint
 
 pytest.importorskip("accelerate")
@@ -23,8 +23,8 @@ PLAN = {"policy": "all", "progress": False}
 def segments(monkeypatch):
     """Count the forwards that run in a checkpoint of ours."""
     seen = []
-    made = segment.Segment
-    monkeypatch.setattr(segment, "Segment", lambda *args: (seen.append(1), made(*args))[1])
+    made = entry.Segment
+    monkeypatch.setattr(entry, "Segment", lambda *args: (seen.append(1), made(*args))[1])
     return seen
 
 

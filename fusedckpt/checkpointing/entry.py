@@ -1,0 +1,193 @@
+"""`checkpoint`: the public function, and the calls that it makes a segment of.
+
+Under torch.compile a call is torch's own checkpoint; where nothing is saved for backward, a plain
+call of the function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as stock
+from torch import Tensor
+
+from fusedckpt.autograd import arguments, private
+from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.private import uncompiled
+from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, is_asked
+from fusedckpt.checkpointing.calls import Argument, Call, Checkpointed, Contexts, Options
+from fusedckpt.checkpointing.regions import patterns_of, warn_of_no_region
+from fusedckpt.checkpointing.segment import Segment, is_plain_call
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], Contexts] = stock.noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool | str = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    preserve_python_rng: bool = False,
+    save_regions: str | Sequence[str] = (),
+    **kwargs: Any,
+) -> Any:
+    """Return function(*args, **kwargs), saving its arguments and running it again in backward.
+
+        y = fusedckpt.checkpoint(block, x)
+
+        @fusedckpt.checkpoint(save_regions="attention")
+        def run(x): ...
+
+    A drop-in for torch.utils.checkpoint.checkpoint(..., use_reentrant=False), with its results and
+    the arguments of the newest torch. Without a function it returns a decorator, which takes
+    functions, methods and modules. The differences:
+
+    - Fused layers at any level save nothing in the forward, and their GEMM outputs in the
+      recompute, so that backward recomputes no GEMM. A fused layer that ends the segment is not
+      recomputed.
+    - A recompute runs only if backward needs a recomputed tensor, and its tensors are freed at the
+      end of that backward. Saved tensors may be read twice.
+    - The RNG state is restored on every device of the tensors in args and kwargs, and of any
+      torch.Generator among them.
+    - Buffers of modules are restored after their call in the recompute, so that BatchNorm updates
+      once.
+    - Backward raises if a tensor argument, or a parameter that autograd saved, was modified in
+      place since the forward, as it does without a checkpoint.
+    - It also raises if such a parameter was replaced by one with other values, which the recompute
+      would read. `torch.func.functional_call` replaces parameters until it returns: call it inside
+      `function`, and pass its parameters as arguments.
+
+    Args:
+        function: a function or module that computes the same each time it is called.
+        args, kwargs: its arguments, the same objects each time. Other state that it reads is
+            neither checked nor restored.
+        use_reentrant: False or None; True is torch's other implementation.
+        preserve_rng_state: give the recompute the random numbers of the forward.
+        context_fn: returns two context managers, for the forward and for the recompute, such as
+            torch.utils.checkpoint.create_selective_checkpoint_contexts makes.
+        determinism_check: "default" compares shape, dtype and device of recomputed tensors, and the
+            parameters that they are computed from, with the forward's; "none" compares nothing.
+        debug: copy the output of every module in `function`, run the recompute to its end,
+            and raise if any bit differs, with the name of the first such module and the operations
+            of both runs. "samples": at little cost, compare 64 elements of each tensor that the
+            recompute brings back, and raise at the end of that backward where any differs by more
+            than rounding.
+        early_stop: end the recompute with the last tensor that backward needs.
+        respect_saved_tensors_hooks: whether tensors that a selective `context_fn` saves go through
+            the hooks on saved tensors around, such as save_on_cpu. None is False, with torch's
+            warning where there are such hooks. Before torch 2.14 they do not.
+        preserve_python_rng: give the recompute those of `random` and `numpy.random`, too.
+        save_regions: patterns (fnmatch) of the names of regions that the recompute does not run
+            again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
+            transformers' attention functions are regions named "attention", those of transformers'
+            kernels of mixers and of fla's and mamba_ssm's Functions regions named "scan".
+
+    torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
+    torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a
+    plain call.
+
+    Raises:
+        ValueError: use_reentrant is True, determinism_check or debug is unknown, debug comes with a
+            context_fn, or a call without a function has other arguments than options.
+        TypeError: `function` is not callable, or `save_regions` are not strings.
+        torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
+            or would read another parameter.
+        RuntimeError: in backward: an argument or a parameter was modified in place.
+
+    Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.
+    """
+    if use_reentrant:
+        advice = "pass use_reentrant=False, or call torch.utils.checkpoint.checkpoint"
+        raise ValueError(f"checkpoint: use_reentrant=True is not supported: {advice}")
+    samples = debug == "samples"
+    if isinstance(debug, str) and not samples:
+        raise ValueError(f"checkpoint: debug must be True, False or 'samples', got {debug!r}")
+    options = Options(
+        preserve_rng_state=preserve_rng_state,
+        preserve_python_rng=preserve_python_rng,
+        determinism_check=determinism_check,
+        early_stop=early_stop,
+        debug=bool(debug) and not samples,
+        context_fn=context_fn,
+        save_regions=patterns_of(save_regions),
+        samples=samples,
+        respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+    )
+    if function is not None or args:
+        return run_checkpoint(options, function, args, kwargs)
+    if kwargs:
+        found = ", ".join(kwargs)
+        raise ValueError(f"checkpoint: expected a function, or its options alone, got {found}")
+    return partial(Checkpointed, partial(run_checkpoint, options))
+
+
+# the names that a call of `checkpoint` takes for itself
+OPTIONS = frozenset(checkpoint.__kwdefaults__ or ())
+
+
+def run_checkpoint(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Return function(*args, **kwargs), whose keywords may be names of options."""
+    if not torch.compiler.is_compiling():
+        return _run(options, function, args, kwargs)
+    contexts = options.context_fn
+    if contexts is stock.noop_context_fn and is_asked(options.save_regions):
+        contexts = SAVED_CONTEXTS
+    # Dynamo does not take these defaults where they are named
+    rest: dict[str, Any] = {}
+    if contexts is not stock.noop_context_fn:
+        rest["context_fn"] = contexts
+    if private.user_hooks is not None and options.respect_saved_tensors_hooks is not None:
+        rest["respect_saved_tensors_hooks"] = options.respect_saved_tensors_hooks
+    taken = {name: kwargs.pop(name) for name in {*OPTIONS, "function"} & {*kwargs}}
+    # fused layers save nothing of their own; torch 2.11 takes no such change in the function
+    with saving("inputs"):
+        return stock.checkpoint(
+            partial(function, **taken) if taken else function,
+            *args,
+            use_reentrant=False,
+            determinism_check=options.determinism_check,
+            debug=options.debug,
+            early_stop=options.early_stop,
+            preserve_rng_state=options.preserve_rng_state,
+            **rest,
+            **kwargs,
+        )
+
+
+# where torch.compile falls back to eager, it is to compile neither this nor `function` in pieces
+@uncompiled
+def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    for name, value in (("function", function), ("context_fn", options.context_fn)):
+        if not callable(value):
+            arguments.wrong_type("checkpoint", name, "callable", value)
+    # torch's switches, where they are set
+    debug, early_stop = private.stock_switches()
+    debug = options.debug if debug is None else debug
+    early_stop = options.early_stop if early_stop is None else early_stop
+    if (debug or options.samples) and options.context_fn is not stock.noop_context_fn:
+        raise ValueError(f"checkpoint: debug takes no context_fn, got {options.context_fn}")
+    check = options.determinism_check
+    arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
+    if is_plain_call():
+        return function(*args, **kwargs)
+    # the objects that a partial holds are arguments like others
+    while isinstance(function, partial):
+        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        function = function.func
+    options = options._replace(debug=debug, early_stop=early_stop)
+    segment = Segment(options)
+    # where no argument needs a gradient, perhaps nothing does
+    hold: Any = segment.hold_late
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor) and value.requires_grad:
+            hold = Argument
+    output = segment.run(Call(function, args, kwargs, options, hold), args, kwargs)
+    if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
+        warn_of_no_region(function, options.save_regions)
+    return output
