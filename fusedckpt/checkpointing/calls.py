@@ -51,6 +51,7 @@ class Options(NamedTuple):
     # whether the recompute compares samples of saved tensors with the forward's
     samples: bool = False
     respect_saved_tensors_hooks: bool | None = None
+    offload: bool = False
 
 
 class Argument:

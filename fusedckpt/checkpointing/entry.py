@@ -18,7 +18,7 @@ from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.levels import saving
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, is_asked
-from fusedckpt.checkpointing.calls import Argument, Call, Checkpointed, Contexts, Options
+from fusedckpt.checkpointing.calls import Call, Checkpointed, Contexts, Options
 from fusedckpt.checkpointing.regions import patterns_of, warn_of_no_region
 from fusedckpt.checkpointing.segment import Segment, is_plain_call
 
@@ -35,6 +35,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     preserve_python_rng: bool = False,
     save_regions: str | Sequence[str] = (),
+    offload: bool = False,
     **kwargs: Any,
 ) -> Any:
     """Return function(*args, **kwargs), saving its arguments and running it again in backward.
@@ -87,6 +88,13 @@ def checkpoint(
             again, see `region`. Calls of F.scaled_dot_product_attention and of flash_attn's and
             transformers' attention functions are regions named "attention", those of transformers'
             kernels of mixers and of fla's and mamba_ssm's Functions regions named "scan".
+        offload: let the tensor arguments, and the outputs of saved regions, wait for backward in
+            host memory, but for those of the latest segment. They are copied on a stream of their
+            own, to pinned memory up to half of that which is available. These stay on the device:
+            tensors below 1 MiB, leaves, views of larger storages, and tensors of several segments.
+            It does nothing on a CPU and other devices without streams, while a CUDA graph is
+            captured, inside of another checkpoint and other hooks on saved tensors, and under
+            torch.compile: `report` says so.
 
     torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
     torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a
@@ -95,7 +103,8 @@ def checkpoint(
     Raises:
         ValueError: use_reentrant is True, determinism_check or debug is unknown, debug comes with a
             context_fn, or a call without a function has other arguments than options.
-        TypeError: `function` is not callable, or `save_regions` are not strings.
+        TypeError: `function` is not callable, `save_regions` are not strings, or `offload` is not
+            a flag.
         torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
             or would read another parameter.
         RuntimeError: in backward: an argument or a parameter was modified in place.
@@ -108,6 +117,8 @@ def checkpoint(
     samples = debug == "samples"
     if isinstance(debug, str) and not samples:
         raise ValueError(f"checkpoint: debug must be True, False or 'samples', got {debug!r}")
+    if offload is not True and offload is not False:
+        offload = arguments.flag("checkpoint", "offload", offload)
     options = Options(
         preserve_rng_state=preserve_rng_state,
         preserve_python_rng=preserve_python_rng,
@@ -118,6 +129,7 @@ def checkpoint(
         save_regions=patterns_of(save_regions),
         samples=samples,
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
+        offload=offload,
     )
     if function is not None or args:
         return run_checkpoint(options, function, args, kwargs)
@@ -186,7 +198,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     hold: Any = segment.hold_late
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
-            hold = Argument
+            hold = segment.hold
     output = segment.run(Call(function, args, kwargs, options, hold), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)

@@ -116,6 +116,10 @@ class Keeper(Phase):
         """Return the tensor that was packed."""
         return packed
 
+    def hold(self, tensor: Tensor) -> Argument:
+        """Save an argument, or a tensor of a region."""
+        return Argument(tensor)
+
     def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return states of generators, each with a function that restores it."""
         return []
@@ -175,15 +179,16 @@ class _First(_Inside):
         if is_large or is_written or versions_of(*self._inputs) != self._before:
             return Record(name)
         is_late = all(keeper.late is not None for keeper in keepers)
-        hold = LateArgument if is_late else Argument
-        with phases.outside_hooks_of(keepers[-1]):
+        outermost = keepers[-1]
+        hold = LateArgument if is_late else outermost.hold
+        with phases.outside_hooks_of(outermost):
             for packed, tensor, _ in self._held:
-                packed.source, packed.layout = Argument(tensor), None
+                packed.source, packed.layout = outermost.hold(tensor), None
             kept = [hold(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
         for keeper in keepers:
-            outermost = None if keeper is keepers[-1] else keepers[-1]
             if keeper.late is not None:
-                keeper.late += [(x, outermost) for x in kept if isinstance(x, LateArgument)]
+                around = None if keeper is outermost else outermost
+                keeper.late += [(x, around) for x in kept if isinstance(x, LateArgument)]
         self._keeper.kept.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         return Record(name, self._derived, [*zip(kept, needs, strict=True)], spec)

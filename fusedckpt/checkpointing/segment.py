@@ -38,6 +38,7 @@ from fusedckpt.checkpointing.calls import (
     stale,
 )
 from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
@@ -66,6 +67,7 @@ class Segment(Trace, Keeper):
         self.patterns, of_ops = self.options.save_regions, self.options.context_fn
         # a context may count all ops, or save some
         self.refuses = of_ops is not stock.noop_context_fn
+        self.offloaded = OffloadedInputs() if options.offload else None
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call for the first time, dropping the tensors that autograd saves."""
@@ -105,7 +107,18 @@ class Segment(Trace, Keeper):
             self._keep(self.held)
         if around is None:
             self._mark(output, (*args, *kwargs.values()))
+        if self.offloaded is not None:
+            self.offloaded.segment_ran()
         return output
+
+    def hold(self, tensor: Tensor) -> Argument:
+        """Return an argument that is saved now."""
+        if self.offloaded is None:
+            return Argument(tensor)
+        node: Any = tensor.grad_fn
+        known = None if node is None else node.metadata.get(NODE_KEY)
+        segment = None if known is None else known()
+        return self.offloaded.save(tensor, None if segment is None else segment.offloaded)
 
     def hold_late(self, tensor: Tensor) -> LateArgument:
         """Return an argument that is saved with the first tensor that autograd saves."""
