@@ -247,23 +247,21 @@ def _is_dropped(node: Node) -> bool:
 
 def blocks_of(
     parent: nn.Sequential, save: str, chunks: int | None = None
-) -> dict[str, tuple[list[Any], Swap]]:
+) -> dict[str, tuple[dict[str, Any], Swap]]:
     """Return the layers of every block, and the swap of a Sequential of these alone.
 
     A block goes by its linear's name, as its norm may be swapped too.
     """
-    names, layers = list(parent._modules), list(parent._modules.values())
     blocks = {}
-    for run in runs(layers):
+    for run in runs(parent):
         if run.kind == "layer":
             continue
-        inside = run.of(layers)
-        place = next(i for i, layer in enumerate(inside) if isinstance(layer, nn.Linear))
-        parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in inside]
+        name, linear = next((n, m) for n, m in run.layers.items() if isinstance(m, nn.Linear))
+        parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in run.layers.values()]
         kind = "mlp" if run.kind == "mlp" else "linear"
         change = f"{' + '.join(parts)} -> {run.kind}"
         change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
-        features = (inside[place].in_features,)
+        features = (linear.in_features,)
         swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features=features)
-        blocks[names[run.start + place]] = inside, swap
+        blocks[name] = run.layers, swap
     return blocks

@@ -31,6 +31,8 @@ def find_shared(search: Search) -> None:
     if not any(issubclass(kind, norms) for kind in kinds):
         return
     seen = {*search.inside, *(one for one, _ in search.swaps)}
+    # of Sequentials that a block begins or ends in
+    seen.update([child for module in search.inside for child in module.children()])
     for one, swap in search.swaps:
         # its blocks are told by the classes of its layers
         seen.update(one.children() if issubclass(swap.to, Sequential) else ())

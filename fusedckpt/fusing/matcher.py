@@ -70,8 +70,12 @@ class Matcher:
 
     def is_one_block(self, parent: nn.Sequential) -> bool:
         """Whether a Sequential is one block that no run of its layers is."""
-        kinds = [swap.kind for _, swap in blocks_of(parent, self.save).values()]
-        swap_of_all = None if "mlp" in kinds else self.of(parent, "mlp")
+        blocks = blocks_of(parent, self.save).values()
+        kinds = [swap.kind for _, swap in blocks]
+        inside = {layer for layers, _ in blocks for layer in layers.values()}
+        # a dropout before the first linear is recomputed with the whole
+        drops = any(isinstance(m, nn.Dropout) and m not in inside for m in parent.modules())
+        swap_of_all = self.of(parent, "mlp") if drops or "mlp" not in kinds else None
         return isinstance(swap_of_all, Swap) and not (kinds and swap_of_all.kind == "linear")
 
     def _once(

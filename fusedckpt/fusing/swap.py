@@ -230,7 +230,7 @@ class _Blocks:
         save = within(matcher.save, ("inputs", "preact"))
         attributes = {"save": save, "chunks": matcher.chunks}
         blocks = blocks_of(parent, save, matcher.chunks)
-        fused = [layer for layers, _ in blocks.values() for layer in layers]
+        fused = [layer for layers, _ in blocks.values() for layer in layers.values()]
         for name, reason in reasons.apart(parent):
             is_meant = self.search.has(join(prefix, name), "linear")
             if is_meant and parent.get_submodule(name) not in fused:
@@ -247,7 +247,7 @@ class _Blocks:
             obstacle = obstacle or NotFused("neighbour")
         parts: dict[str, Part] = {}
         for name, (layers, block) in meant.items():
-            swap = obstacle or matcher.checked(nn.Sequential(*layers), block)
+            swap = obstacle or matcher.checked(nn.Sequential(*layers.values()), block)
             if isinstance(swap, NotFused):
                 obstacle = swap
             else:
@@ -259,6 +259,10 @@ class _Blocks:
                 report.swap(join(prefix, name), parts[name])
         if obstacle is not None or not meant:
             return None
+        # Sequentials inside that a block begins or ends in are not called
+        inner = [name for layers, _ in meant.values() for name in layers if "." in name]
+        opened = {name[:place] for name in inner for place, c in enumerate(name) if c == "."}
+        self.search.inside.update(map(parent.get_submodule, opened))
         to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
         return Swap("mlp", "", to, attributes, parts=parts)
 

@@ -30,11 +30,16 @@ _LETTERS: dict[type[nn.Module], str] = {
     **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
     **dict.fromkeys((nn.Linear, Linear), "l"),
     **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm), "n"),
+    nn.Dropout: "d",
+    nn.Identity: "i",
 }
 
 
 def letter_of(layer: Any) -> str:
-    """Return n, l or a for a norm, linear or activation that a block can compute, else -."""
+    """Return the letter of a layer that a block can compute, else -.
+
+    n, l, a, d, i for a norm, linear, activation, dropout, identity.
+    """
     letter = _letter(layer)
     plain = letter != "-" and dispatch.are_plain(*layer._parameters.values())
     return letter if plain and not has_hooks(layer) else "-"
@@ -46,8 +51,10 @@ def _letter(layer: Any) -> str:
         fits = type(layer) is nn.Linear or layer.activation == "identity"
     elif letter == "n":
         fits = len(layer.normalized_shape) == 1
+    elif letter == "d":
+        fits = isinstance(layer.p, (int, float)) and 0 <= layer.p <= 1
     else:
-        fits = letter == "-" or name_of(layer) is not None
+        fits = letter in "-i" or name_of(layer) is not None
     return letter if fits else "-"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, levels
+from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
@@ -17,44 +18,33 @@ from fusedckpt.layers import fallbacks
 from fusedckpt.layers.blocks import letter_of, spec_of
 from fusedckpt.layers.mlp import MLP_LEVELS
 
-# the block that letters form, and its number of layers; the first row that fits is taken
-_PATTERNS = (
-    ("nlal", "mlp", 4),
-    ("lal", "mlp", 3),
-    ("la", "linear_act", 2),
-    # the activation takes the linear, as it saves more there
-    ("nla", "layer", 1),
-    ("nl", "norm_linear", 2),
-    ("", "layer", 1),
-)
-
-
+# names of weights by the block that they are of
 _WEIGHTS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": ("weights[0]",)}
 
 
-class Run(NamedTuple):
-    """Adjacent layers computed as one: the first one's position, how many, and their block."""
+class LayerRun(NamedTuple):
+    """Adjacent layers computed as one."""
 
-    start: int
-    length: int
     # "mlp", "linear_act", "norm_linear", or "layer" for one that is called as it is
     kind: str
-
-    def of(self, layers: list[Any]) -> list[Any]:
-        """Return the run's layers."""
-        return layers[self.start : self.start + self.length]
+    # by name; names of layers in nested Sequentials have dots
+    layers: dict[str, Any]
 
 
 class Sequential(nn.Sequential):
     """nn.Sequential that runs norm, linear, activation, linear as one block saving only its input.
 
-        x -> F.linear(act(F.linear(norm(x), ...)), ...), or a part of that
+        x -> dropout(F.linear(dropout(act(F.linear(norm(x), ...))), ...)), or a part of that
 
     Arguments, children and state_dict are nn.Sequential's. Every call looks for blocks: [norm,]
-    linear, activation, linear (`functional.mlp`); linear, activation (`linear_act`); norm, linear
-    (`norm_linear`). A layer that is not of one of torch's or our classes, has a hook or a replaced
-    forward, or has weights or an input of a tensor subclass, is called as in nn.Sequential. Global
-    module hooks, such as FlopCounterMode's, do not prevent fusion.
+    linear, activation, [dropout,] linear[, dropout] (`functional.mlp`); linear, activation
+    (`linear_act`); norm, linear (`norm_linear`). nn.Identity between these layers is skipped, and a
+    block may begin or end within an nn.Sequential inside. A dropout of a block draws by a seed, of
+    which it saves 8 bytes, and so drops other elements than nn.Dropout.
+
+    A layer that is not of one of torch's or our classes, has a hook or a replaced forward, or has
+    weights or an input of a tensor subclass, is called as in nn.Sequential. Global module hooks,
+    such as FlopCounterMode's, do not prevent fusion.
 
     Args:
         save: "inputs" or "preact": the level of a block with an activation, see `functional.mlp`.
@@ -79,14 +69,15 @@ class Sequential(nn.Sequential):
     @property
     def save_levels(self) -> tuple[str, ...] | None:
         """Return the levels that it offers to a plan, None where it runs no block."""
-        is_block = any(run.kind != "layer" for run in runs(list(self._modules.values())))
-        return MLP_LEVELS if is_block else None
+        return MLP_LEVELS if any(run.kind != "layer" for run in runs(self)) else None
 
     def extra_repr(self) -> str:
         """Say which layers run as one block, and the save level of such a block."""
-        found = [run for run in runs(list(self._modules.values())) if run.kind != "layer"]
-        names = list(self._modules)
-        blocks = [f"{names[r.start]}-{names[r.start + r.length - 1]} as {r.kind}" for r in found]
+        blocks = [
+            f"{next(iter(run.layers))}-{next(reversed(run.layers))} as {run.kind}"
+            for run in runs(self)
+            if run.kind != "layer"
+        ]
         more = "" if self.chunks is None else f", chunks={self.chunks}"
         return f"save={self.save}{more}, fused: {', '.join(blocks) or 'nothing'}"
 
@@ -104,46 +95,137 @@ class Sequential(nn.Sequential):
         if dispatch.is_recorded(input):
             return super().forward(input)
         levels.check("Sequential", self.save, MLP_LEVELS)
-        layers, chunks = list(self._modules.values()), self.chunks
-        how = {"save": self.save, "chunks": chunks}
-        for run in runs(layers):
+        for run in runs(self):
+            layers = list(run.layers.values())
             if run.kind != "layer":
                 if dispatch.are_plain(input):
-                    input = _run(run, run.of(layers), input, **how)
+                    input = _computed(run.kind, layers, input, self.save, self.chunks)
                     continue
                 fallbacks.note(self, fallbacks.unplain(input))
-            for layer in run.of(layers):
+            for layer in layers:
                 input = layer(input)
         return input
 
 
-def runs(layers: list[Any]) -> Iterator[Run]:
-    """Cut layers into the longest runs that are one block each."""
-    letters = "".join([letter_of(layer) for layer in layers])
-    start = 0
-    while start < len(letters):
-        for pattern, kind, length in _PATTERNS:
-            if letters.startswith(pattern, start):
-                yield Run(start, length, kind)
-                start += length
-                break
+def runs(parent: nn.Sequential) -> list[LayerRun]:
+    """Cut the layers of a Sequential into the longest runs that are one block each.
+
+    A Sequential inside is one layer, unless a block begins or ends within it.
+    """
+    fragments = [name for name, child in parent._modules.items() if _is_fragment(child, parent)]
+    layer_runs = _cut(_layers_of(parent, fragments))
+    if fragments:
+        blocks = [run.layers for run in layer_runs if run.kind != "layer"]
+        opened = [name for name in fragments if any(_is_border_in(name, names) for names in blocks)]
+        layer_runs = _cut(_layers_of(parent, opened))
+    return layer_runs
 
 
-def _run(run: Run, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
+def _is_fragment(child: Any, parent: nn.Sequential) -> bool:
+    """Whether a child is a Sequential without an MLP of its own, which runs at its parent's level.
+
+    One with an MLP keeps it: units of a plan, or hooks on all of them, are such children.
+    """
+    if type(child) is Sequential:
+        is_alike = isinstance(parent, Sequential) and child.save == parent.save
+        is_open = is_alike and child.chunks == parent.chunks
+    else:
+        is_open = type(child) is nn.Sequential
+    return is_open and not has_hooks(child) and all(run.kind != "mlp" for run in runs(child))
+
+
+def _layers_of(parent: nn.Sequential, opened: Sequence[str]) -> dict[str, Any]:
+    """Return the layers of a Sequential by name, those of the `opened` children in their places."""
+    layers: dict[str, Any] = {}
+    for name, child in parent._modules.items():
+        if name in opened:
+            inner_parent: Any = child
+            children = inner_parent._modules.items()
+            inside = _layers_of(inner_parent, [n for n, m in children if _is_fragment(m, parent)])
+            layers.update({f"{name}.{inner}": layer for inner, layer in inside.items()})
+        else:
+            layers[name] = child
+    return layers
+
+
+def _is_border_in(child: str, block: Iterable[str]) -> bool:
+    """Whether some layers of a block are of a child, and others are not."""
+    return len({name.startswith(f"{child}.") for name in block}) == 2
+
+
+def _cut(layers: dict[str, Any]) -> list[LayerRun]:
+    """Cut layers into runs."""
+    names, letters = list(layers), "".join(map(letter_of, layers.values()))
+    # a block skips identities
+    places = [place for place, letter in enumerate(letters) if letter != "i"]
+    bare = letters.replace("i", "")
+    layer_runs: list[LayerRun] = []
+    at = start = 0
+    while start < len(names):
+        kind, end = "layer", start + 1
+        if at < len(places) and start == places[at]:
+            kind, length = _block_at(bare, at)
+            at += length
+            end = places[at - 1] + 1
+        layer_runs.append(LayerRun(kind, {name: layers[name] for name in names[start:end]}))
+        start = end
+    return layer_runs
+
+
+def _block_at(letters: str, start: int) -> tuple[str, int]:
+    """Return the block that begins at a layer, and how many layers it has."""
+    linear = start + letters.startswith("n", start)
+    if letters.startswith("la", linear):
+        second = _linear_after(letters, linear)
+        third = _linear_after(letters, second) if second else 0
+        # of three linears the last two are the MLP, as nothing but their input is then saved
+        if second and (not third or _linear_after(letters, third)):
+            return "mlp", second + 1 + letters.startswith("d", second + 1) - start
+        # the activation takes the linear from the norm, as it saves more there
+        return ("linear_act", 2) if linear == start else ("layer", 1)
+    if linear > start and letters.startswith("l", linear):
+        return "norm_linear", 2
+    return "layer", 1
+
+
+def _linear_after(letters: str, linear: int) -> int:
+    """Return the place of the linear that reads a linear's activation, 0 if there is none."""
+    if not letters.startswith("la", linear):
+        return 0
+    after = linear + 2 + letters.startswith("d", linear + 2)
+    return after if letters.startswith("l", after) else 0
+
+
+def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
     """Compute the layers of a run as one block."""
-    norms, linears, acts = ([m for m in layers if letter_of(m) == letter] for letter in "nla")
+    by_letter: dict[str, list[Any]] = {}
+    for layer in layers:
+        by_letter.setdefault(letter_of(layer), []).append(layer)
+    linears, norms, acts = by_letter["l"], by_letter.get("n"), by_letter.get("a")
+    dropout, output_dropout = _rates(layers)
     norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
-    activation = name_of(acts[0]) if acts else None
     options = Options(
-        "Sequential" if norms else run.kind,
+        "Sequential" if norms else kind,
         "Sequential",
-        Linears(_WEIGHTS[run.kind]),
-        activation,
+        Linears(_WEIGHTS[kind]),
+        name_of(acts[0]) if acts else None,
         norm,
         kinds,
         norms[0].normalized_shape if norms else None,
         default=save if acts else "inputs",
         chunks=chunks,
+        dropout=dropout,
+        output_dropout=output_dropout,
     )
-    y = run_linears(options, x, tensors, [(m.weight, m.bias) for m in linears])
+    y = run_linears(options, x, tensors, [(linear.weight, linear.bias) for linear in linears])
     return y[0] if isinstance(y, tuple) else y
+
+
+def _rates(layers: list[Any]) -> tuple[float, float]:
+    """Return the probabilities of the dropouts before and after the last linear, as set now."""
+    before, after = 0.0, 0.0
+    for place, layer in enumerate(layers):
+        if isinstance(layer, nn.Dropout) and layer.training:
+            is_last = not any(isinstance(m, nn.Linear) for m in layers[place:])
+            before, after = (before, layer.p) if is_last else (layer.p, after)
+    return before, after

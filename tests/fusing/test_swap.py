@@ -96,7 +96,7 @@ def test_several_blocks_and_layers_between():
     model = nn.Sequential(*layers, nn.Sigmoid(), nn.Linear(D, D), nn.Softmax(-1))
     report = assert_eager_equal_after_fuse(model)
     assert report.swapped == {
-        "0": "nn.Linear + relu -> linear_act",
+        "0": "nn.Linear + relu + nn.Dropout + nn.Linear -> mlp",
         "4": "nn.Linear + sigmoid + nn.Linear -> mlp",
     }
     assert report.left == {}

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from own_mlps import (
-    Block,
     Conv1D,
     D,
     FeedForward,
@@ -42,6 +41,10 @@ ACTS = {
 }
 
 
+class Subclass(nn.Sequential):
+    pass
+
+
 FOUND = {
     **{f"Plain-{n}": (partial(Plain, a()), f"Plain -> mlp ({n})") for n, a in ACTS.items()},
     "written": (partial(Plain, Written()), "Plain -> mlp (gelu_tanh)"),
@@ -62,7 +65,10 @@ FOUND = {
     ),
     "one linear": (Intermediate, "Intermediate -> linear_act (gelu)"),
     "inherited forward": (FeedForward, "FeedForward -> gated_mlp (silu)"),
-    "inherited from Sequential": (Block, "Block -> mlp (gelu)"),
+    "inherited from Sequential": (
+        lambda: Subclass(nn.Linear(D, H), QuickGELU(), nn.Linear(H, D)),
+        "Subclass -> mlp (quick_gelu)",
+    ),
     "in a Sequential": (
         lambda: nn.Sequential(nn.Linear(D, H), QuickGELU(), nn.Linear(H, D)),
         "Sequential -> mlp (quick_gelu)",

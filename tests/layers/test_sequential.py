@@ -6,13 +6,13 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from support import DEVICE, flops, randn, saved_bytes
+from support import DEVICE, compare, flops, randn, saved_bytes
 from swap_cases import D, F, assert_equal, rows
 from torch import nn
 from torch.nn.utils import parametrize
 
 import fusedckpt
-from fusedckpt import Sequential
+from fusedckpt import Sequential, reference
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.sequential import runs
 from fusedckpt.memory import saved_tensors
@@ -27,12 +27,20 @@ def sequential(*layers: nn.Module, save: str = "inputs") -> Sequential:
 
 
 def kinds(model: nn.Sequential) -> str:
-    return " ".join(run.kind for run in runs(list(model)))
+    return " ".join(run.kind for run in runs(model))
 
 
 def assert_as_torch(model: Sequential, x: torch.Tensor | None = None) -> None:
     """Hold a model against nn.Sequential of its very layers."""
     assert_equal(model, nn.Sequential(*model), rows() if x is None else x)
+
+
+def vit(p: float, between: nn.Module | None = None, norm: bool = True) -> list[nn.Module]:
+    """Layers as ViTs in one nn.Sequential have them."""
+    norms = [nn.LayerNorm(D)] if norm else []
+    first, act, last = mlp()
+    layers = [*norms, first, act, nn.Dropout(p), last, nn.Dropout(p)]
+    return layers if between is None else [m for layer in layers for m in (layer, between)][:-1]
 
 
 def used_twice() -> list[nn.Module]:
@@ -73,9 +81,36 @@ PATTERNS = {
     ),
     "dropout between": (
         lambda: [*mlp()[:2], nn.Dropout(0.0), nn.Linear(F, D)],
-        "linear_act layer layer",
+        "mlp",
+        D,
+        F,
+    ),
+    "dropouts and identities": (lambda: vit(0.0, nn.Identity()), "mlp", D, F),
+    "two dropouts": (
+        lambda: [*mlp()[:2], nn.Dropout(0.0), nn.Dropout(0.0), nn.Linear(F, D)],
+        "linear_act layer layer layer",
         D + F,
         F,
+    ),
+    "dropout before": (lambda: [nn.Dropout(0.0), *mlp()], "layer mlp", D, F),
+    "dropout after one linear": (
+        lambda: [nn.Linear(D, F), nn.Dropout(0.0), nn.GELU()],
+        "layer layer layer",
+        D + F,
+        0,
+    ),
+    # of three linears the last two: the first and its activation save x alone
+    "three linears": (
+        lambda: [nn.Linear(D, D), nn.ReLU(), nn.Dropout(0.0), *mlp()],
+        "linear_act layer mlp",
+        2 * D,
+        D + F,
+    ),
+    "four linears": (
+        lambda: [*mlp(), nn.Tanh(), *mlp()],
+        "mlp layer mlp",
+        2 * D,
+        2 * F,
     ),
     "linear used twice": (used_twice, "mlp", D, D),
     "our linear": (lambda: [fusedckpt.Linear(D, F), *mlp()[1:]], "mlp", D, F),
@@ -88,6 +123,27 @@ PATTERNS = {
     ),
     "nothing to fuse": (lambda: [nn.Linear(D, D)], "layer", D, 0),
     "nested": (lambda: [Sequential(*mlp()), *mlp()], "layer mlp", 2 * D, F),
+    "in pieces": (
+        lambda: [nn.LayerNorm(D), nn.Sequential(*mlp()[:2]), nn.Sequential(*mlp()[2:])],
+        "mlp",
+        D,
+        F,
+    ),
+    "in deep pieces": (
+        lambda: [
+            nn.Sequential(nn.Sequential(nn.LayerNorm(D), nn.Linear(D, F)), nn.GELU()),
+            nn.Linear(F, D),
+        ],
+        "mlp",
+        D,
+        F,
+    ),
+    "in pieces without a block between": (
+        lambda: [nn.Sequential(*mlp()[:2]), nn.Linear(F, D), nn.SiLU(), nn.Linear(D, D)],
+        "layer mlp",
+        D + 2 * F,
+        D,
+    ),
     "empty": (list, "", 0, 0),
 }
 
@@ -104,6 +160,83 @@ def test_results_and_saved_bytes(pattern, save):
     assert saved_bytes(model, [x]) == wanted
     with torch.no_grad():
         torch.testing.assert_close(model(x), nn.Sequential(*model)(x))
+
+
+RATES = [(0.4, 0.25), (0.4, 0.0), (0.0, 0.25), (1.0, 0.25), (0.4, 1.0)]
+NORMS = {"none": None, "layer": nn.LayerNorm, "rms": nn.RMSNorm}
+
+
+def dropping(rates, norm=None, inplace=False, activation=None) -> Sequential:
+    first, act, last = mlp(activation)
+    drops = [nn.Dropout(p, inplace) for p in rates]
+    norms = [] if norm is None else [norm(D)]
+    return Sequential(*norms, first, act, drops[0], last, drops[1]).to(DEVICE)
+
+
+def seeded(fn, *given):
+    torch.manual_seed(5)
+    return fn(*given)
+
+
+@pytest.mark.parametrize(
+    ("rates", "norm"),
+    [*((rates, "layer") for rates in RATES), (RATES[0], "none"), (RATES[0], "rms")],
+    ids=str,
+)
+def test_dropouts_draw_as_the_reference(path, rates, norm):
+    model = dropping(rates, NORMS[norm], inplace=True, activation=nn.ReLU(inplace=True))
+    assert kinds(model) == "mlp"
+    names = [name for name, _ in model.named_parameters()]
+    kind = "rms" if norm == "rms" else "layer"
+
+    def fused(x, *weights):
+        named = dict(zip(names, weights, strict=True))
+        return seeded(torch.func.functional_call, model, named, (x,))
+
+    def eager(x, *weights):
+        spec = None
+        if norm != "none":
+            spec = fusedckpt.NormSpec(kind, *weights[:-4], eps=model[0].eps)
+        drops = {"dropout": rates[0], "output_dropout": rates[1]}
+        return seeded(lambda: reference.mlp(x, *weights[-4:], "relu", norm=spec, **drops))
+
+    def inputs():
+        weights = [p.detach().clone().requires_grad_() for p in model.parameters()]
+        return [randn(5, D), *weights]
+
+    compare(fused, eager, inputs)
+    given = inputs()
+    assert torch.equal(fused(*given) == 0, eager(*given) == 0)
+    seeds = sum(rate > 0 for rate in rates)
+    assert saved_bytes(model, [randn(5, D)]) == 4 * 5 * D + 8 * seeds
+
+
+def test_each_dropout_goes_by_its_own_mode():
+    model = dropping((0.4, 0.25), nn.LayerNorm).double()
+    x = rows()
+    for hidden, last in ((False, False), (True, False), (False, True)):
+        model[3].train(hidden)
+        model[5].train(last)
+        assert kinds(model) == "mlp"
+        assert saved_bytes(model, [x]) == 8 * len(x) * D + 8 * (hidden + last)
+    model.eval()
+    assert_as_torch(model)
+    model.train()
+    model[3].p, model[5].p = 0.0, 0
+    assert_as_torch(model)
+    model[3].p = 1.5
+    assert kinds(model) == "layer linear_act layer layer layer"
+
+
+@pytest.mark.parametrize("level", [{"save": "preact"}, {"chunks": 2}], ids=str)
+def test_levels_and_chunks_of_an_mlp_with_dropouts(level):
+    model = dropping((0.4, 0.25), nn.RMSNorm).double()
+    x, saved = rows(), 8 * 5 * (D + F * ("save" in level)) + 16
+    plain = seeded(model, x)
+    for key, value in level.items():
+        setattr(model, key, value)
+    torch.testing.assert_close(seeded(model, x), plain)
+    assert saved_bytes(model, [x]) == saved
 
 
 @pytest.mark.parametrize("name", [name for name, act in ACTIVATIONS.items() if act.module])
@@ -147,9 +280,9 @@ def test_float32_on_every_path(path):
         (lambda: [nn.RMSNorm(D), *mlp()], 7, 6),
         (lambda: mlp()[:2], 4, 3),
         (lambda: [nn.LayerNorm(D), nn.Linear(D, F)], 3, 3),
-        (lambda: [*mlp()[:2], nn.Dropout(0.0), nn.Linear(F, D)], 7, 6),
+        (lambda: vit(0.0), 7, 6),
     ],
-    ids=["mlp", "norm, mlp", "linear_act", "norm_linear", "dropout between"],
+    ids=["mlp", "norm, mlp", "linear_act", "norm_linear", "dropouts"],
 )
 def test_flops(layers, at_inputs, at_preact):
     gemm, x = 2 * 5 * D * F, rows()
@@ -257,7 +390,7 @@ def test_hooks_on_a_child_fire(index, register):
 
 
 def test_hooks_on_all_modules_change_nothing():
-    model, seen = sequential(*mlp(), nn.Dropout(0.0)), []
+    model, seen = sequential(*mlp(), nn.Flatten(0, 0)), []
     handle = nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m))
     try:
         assert saved_bytes(model, [rows()]) == 8 * 5 * D

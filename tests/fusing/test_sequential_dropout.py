@@ -1,0 +1,112 @@
+"""fuse: MLPs with dropouts in an nn.Sequential, as ViTs have them: saved bytes, reports, modes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from support import DEVICE, randn, saved_bytes
+from swap_cases import D, F, assert_equal
+from torch import nn
+
+from fusedckpt import fuse, unfuse
+
+T, P = 5, 0.4
+N, ALL = "nn.LayerNorm", "nn.Linear + gelu + nn.Dropout + nn.Linear + nn.Dropout -> mlp"
+
+
+def layers(p=P, act=nn.GELU):
+    return [nn.Linear(D, F), act(), nn.Dropout(p), nn.Linear(F, D), nn.Dropout(p)]
+
+
+class Net(nn.Module):
+    """vit-pytorch's feed-forward, and the residual connection around it."""
+
+    def __init__(self, *net):
+        super().__init__()
+        self.net = nn.Sequential(*net)
+
+    def forward(self, x):
+        return self.net(x) + x
+
+
+class Subclass(nn.Sequential):
+    pass
+
+
+def pieces(norm):
+    return nn.Sequential(norm, nn.Sequential(*layers()[:3]), nn.Sequential(*layers()[3:]))
+
+
+# the module, what the report says of its MLP by name, and its dropouts
+CASES = {
+    "norm first": (lambda: nn.Sequential(nn.LayerNorm(D), *layers()), {"1": f"{N} + {ALL}"}, 2),
+    "at rate 0": (lambda: nn.Sequential(nn.LayerNorm(D), *layers(0.0)), {"1": f"{N} + {ALL}"}, 0),
+    "at rate 1": (lambda: nn.Sequential(nn.LayerNorm(D), *layers(1.0)), {"1": f"{N} + {ALL}"}, 2),
+    "no norm": (lambda: nn.Sequential(*layers()), {"0": ALL}, 2),
+    "one dropout": (
+        lambda: nn.Sequential(nn.RMSNorm(D), *layers(act=nn.SiLU)[:-1]),
+        {"1": "nn.RMSNorm + nn.Linear + silu + nn.Dropout + nn.Linear -> mlp"},
+        1,
+    ),
+    "the last dropout": (
+        lambda: nn.Sequential(*layers()[:2], *layers()[3:]),
+        {"0": "nn.Linear + gelu + nn.Linear + nn.Dropout -> mlp"},
+        1,
+    ),
+    "identities": (
+        lambda: nn.Sequential(nn.LayerNorm(D), nn.Identity(), *layers()[:-1], nn.Identity()),
+        {"2": f"{N} + nn.Identity + nn.Linear + gelu + nn.Dropout + nn.Linear -> mlp"},
+        1,
+    ),
+    "in pieces": (lambda: pieces(nn.LayerNorm(D)), {"1.0": f"{N} + {ALL}"}, 2),
+    "a subclass": (lambda: Subclass(nn.LayerNorm(D), *layers()), {"1": f"{N} + {ALL}"}, 2),
+    "an MLP inside": (
+        lambda: nn.Sequential(nn.LayerNorm(D), nn.Sequential(*layers())),
+        {"1.0": ALL},
+        2,
+    ),
+    "under a residual": (lambda: Net(nn.LayerNorm(D), *layers()), {"net.1": f"{N} + {ALL}"}, 2),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_block(name):
+    make, swapped, seeds = CASES[name]
+    model = make().to(DEVICE)
+    eager = copy.deepcopy(model)
+    report = fuse(model)
+    mlps = {key: text for key, text in report.swapped.items() if report.kinds[key] == "mlp"}
+    assert (mlps, report.left) == (swapped, {})
+    assert saved_bytes(model, [randn(T, D)]) == 4 * T * D + 8 * seeds
+    assert report.fallbacks == {}
+    for each in (model, eager):
+        each.double().eval()
+    x = randn(T, D, dtype=torch.float64)
+    assert_equal(model, eager, x)
+    assert saved_bytes(model, [x]) == 8 * T * D
+    unfuse(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in eager.modules()]
+
+
+def test_a_hook_inside_is_seen_and_named():
+    model, calls = pieces(nn.LayerNorm(D)).to(DEVICE).eval(), []
+    eager, x = copy.deepcopy(model), randn(T, D)
+    report = fuse(model)
+    model[1].register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(model(x), eager(x))
+    assert calls == [1]
+    assert list(report.fallbacks) == ["1.0"]
+
+
+def test_a_copy_and_a_slice_drop_alike():
+    model = nn.Sequential(nn.LayerNorm(D), *layers()).to(DEVICE)
+    fuse(model)
+    x = randn(T, D)
+    torch.manual_seed(0)
+    y = model(x)
+    torch.manual_seed(0)
+    assert torch.equal(copy.deepcopy(model)(x), y)
+    torch.manual_seed(0)
+    assert torch.equal(model[1:](model[0](x)), y)
