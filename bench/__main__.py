@@ -16,7 +16,7 @@ COMMANDS = {
     "run": "compare functions with eager, torch.compile, checkpoint and other libraries",
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
-    "shares": "count the bytes that models of transformers save, before and after fuse",
+    "shares": "count the bytes that models save, before and after fuse",
     "schedule": "print tensors that a layer's forward and backward make, read and free",
 }
 # those that are `ways` with other defaults

@@ -1,199 +1,43 @@
-"""Count the bytes that models of transformers save, before and after `fuse`.
+"""Count the bytes that models save, before and after `fuse`.
 
-A layer's bytes are those of four layers less those of two, so that embeddings, the last norm and
-the head do not count; `--whole` counts whole models with head and loss, at their published depth.
-Models have D = 256 with the ratios of their published configurations, in bfloat16, in training mode
-with their dropouts; attention is torch's fused one, without dropout, which a CPU cannot fuse.
+A language model's layer: the bytes of four layers less those of two, so that embeddings, the last
+norm and the head do not count; `--whole` counts whole models with head and loss, at their published
+depth. Models have D = 256 with the ratios of their published configurations.
+
+A model of another group (hybrids, diffusion, images, encoders, audio) is measured whole, also after
+`fuse(model, recipes=True)`, with its peak, and goes to a file. Models are in bfloat16 and in
+training mode with their dropouts; attention is torch's fused one, without dropout, which a CPU
+cannot fuse. Models of a package that is not installed are left out, and named.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from bench.env import environment
 from bench.options import Options
+from bench.results import MIB, Row, append
+from bench.shapes import DENSE, EXPERTS, HARDER, TOKENS, WHOLE, D, Shape, model_of
+from bench.survey import DTYPE, WAYS, Bytes, measured_step, obstacle
 from bench.tables import Columns, progress, show
+from bench.zoo import ZOO
 from fusedckpt import fuse
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.memory import SavedTensors, saved_tensors
 
-D, TOKENS, VOCAB = 256, 64, 128
+LANGUAGE: Mapping[str, Shape] = {**DENSE, **HARDER, **EXPERTS}
 # bytes of D values of every token, in bfloat16
 UNIT = TOKENS * D * 2
-IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-class Shape(NamedTuple):
-    """A model: its class, hidden width by D, heads, heads of keys and values, and more options."""
-
-    model: str
-    hidden: float = 4
-    heads: int = 8
-    kv: int = 8
-    options: Mapping[str, Any] = MappingProxyType({})
-
-
-def _experts(top_k: int, num: int = 16) -> dict[str, Any]:
-    """Return the options of experts, by all of their names."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return {**dict.fromkeys(names, num), "num_experts_per_tok": top_k}
-
-
-# config.json of the checkpoint named in the comment, widths divided by hidden_size / 256
-DENSE: dict[str, Shape] = {
-    # meta-llama/Meta-Llama-3-8B
-    "llama": Shape("LlamaModel", 3.5, kv=2),
-    # mistralai/Mistral-7B-v0.3
-    "mistral": Shape("MistralModel", 3.5, kv=2),
-    # Qwen/Qwen2.5-7B: 4 of 28 heads
-    "qwen2": Shape("Qwen2Model", 5.286, kv=1),
-    # Qwen/Qwen3-8B
-    "qwen3": Shape("Qwen3Model", 3, kv=2, options={"head_dim": 32}),
-    # google/gemma-7b: heads 1.33 D wide
-    "gemma": Shape("GemmaModel", 8, options={"head_dim": 42}),
-    # google/gemma-2-9b: 8 of 16 heads, 1.14 D wide
-    "gemma2": Shape("Gemma2Model", 4, kv=4, options={"head_dim": 36}),
-    # google/gemma-3-4b: 4 of 8 heads, 0.8 D wide
-    "gemma3": Shape("Gemma3TextModel", 4, kv=4, options={"head_dim": 26}),
-    # microsoft/phi-2
-    "phi": Shape("PhiModel", 4, options={"resid_pdrop": 0.1}),
-    # microsoft/Phi-3-mini-4k-instruct
-    "phi3": Shape("Phi3Model", 2.6667),
-    # allenai/OLMo-7B-hf
-    "olmo": Shape("OlmoModel", 2.6875),
-    # allenai/OLMo-2-1124-7B
-    "olmo2": Shape("Olmo2Model", 2.6875),
-    # ibm-granite/granite-3.1-8b-base
-    "granite": Shape("GraniteModel", 3.125, kv=2, options={"residual_multiplier": 0.22}),
-    # THUDM/glm-4-9b-hf
-    "glm": Shape("GlmModel", 3.344, kv=1, options={"head_dim": 32}),
-    # zai-org/GLM-4-9B-0414
-    "glm4": Shape("Glm4Model", 3.344, kv=1, options={"head_dim": 32}),
-    # bigcode/starcoder2-7b
-    "starcoder2": Shape("Starcoder2Model", 4, kv=1),
-    # stabilityai/stablelm-2-1_6b
-    "stablelm": Shape("StableLmModel", 2.75),
-    # openai-community/gpt2
-    "gpt2": Shape("GPT2Model", 4),
-    # EleutherAI/pythia-6.9b
-    "gpt_neox": Shape("GPTNeoXModel", 4),
-    # HuggingFaceTB/SmolLM3-3B
-    "smollm3": Shape("SmolLM3Model", 5.375, kv=2),
-    # LGAI-EXAONE/EXAONE-4.0-32B
-    "exaone4": Shape("Exaone4Model", 5.35, kv=2),
-}
-HARDER: dict[str, Shape] = {
-    # facebook/opt-6.7b
-    "opt": Shape("OPTModel", 4),
-    # openai/whisper-large-v3
-    "whisper": Shape("WhisperModel", 4),
-    # google-bert/bert-large-uncased
-    "bert": Shape("BertModel", 4),
-    # torch's default sizes
-    "nn.TransformerEncoder": Shape("", 4),
-    # swiss-ai/Apertus-8B-2509
-    "apertus": Shape("ApertusModel", 5.25, kv=2),
-    # microsoft/bitnet-b1.58-2B-4T
-    "bitnet": Shape("BitNetModel", 2.7, kv=2),
-    # ByteDance-Seed/Seed-OSS-36B-Base
-    "seed_oss": Shape("SeedOssModel", 5.4, kv=1, options={"head_dim": 32, "residual_dropout": 0.1}),
-    # nvidia/Minitron-4B-Base
-    "nemotron": Shape("NemotronModel", 3, kv=2, options={"head_dim": 32}),
-    # CohereLabs/c4ai-command-r7b-12-2024
-    "cohere2": Shape("Cohere2Model", 3.5, kv=2, options={"head_dim": 32}),
-    # tiiuae/falcon-7b, CohereLabs/c4ai-command-r-v01, kyutai/helium-1-2b, tiiuae/Falcon-H1-7B-Base
-    "cohere": Shape("CohereModel", 2.75),
-    "falcon": Shape("FalconModel", 4),
-    "helium": Shape("HeliumModel", 2.75, options={"head_dim": 32}),
-    "gptj": Shape("GPTJModel", 4),
-    "vit": Shape("ViTModel", 4),
-    "t5": Shape("T5EncoderModel", 2.5),
-}
-# mixtures of experts: hidden is the width of an expert; 16 of their experts at most
-EXPERTS: dict[str, Shape] = {
-    # Qwen/Qwen3-30B-A3B
-    "qwen3_moe": Shape("Qwen3MoeModel", 0.375, kv=1, options={"head_dim": 64} | _experts(8)),
-    # mistralai/Mixtral-8x7B-v0.1
-    "mixtral": Shape("MixtralModel", 3.5, kv=2, options=_experts(2, 8)),
-    # allenai/OLMoE-1B-7B-0924
-    "olmoe": Shape("OlmoeModel", 0.5, options=_experts(8)),
-    # openai/gpt-oss-20b: heads 1.42 D wide, attention that saves its probabilities
-    "gpt_oss": Shape("GptOssModel", 1, kv=1, options={"head_dim": 46} | _experts(4)),
-    # zai-org/GLM-4.5-Air
-    "glm4_moe": Shape(
-        *("Glm4MoeModel", 0.34375, 8, 1),
-        {"head_dim": 96, "first_k_dense_replace": 0, "n_shared_experts": 1} | _experts(8),
-    ),
-}
-# fifteen more by one shape: experts half as wide as the model, 4 of 8 for a token
-_SAME = {"first_k_dense_replace": 0, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-_SAME |= {"head_dim": 32, "shared_expert_intermediate_size": D // 2, **_experts(4, 8)}
-_NAMES = "Qwen2Moe Phimoe GraniteMoe Ernie4_5_Moe HunYuanMoEV1 Dots1 MiniMax MiniMaxM2 FlexOlmo"
-_NAMES += " SolarOpen Afmoe ExaoneMoe Qwen3Next JetMoe Llama4Text"
-EXPERTS |= {name: Shape(f"{name}Model", 0.5, kv=4, options=_SAME) for name in _NAMES.split()}
-# dropouts of attention weights, by all of their names
-NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-
-
-def _options(shape: Shape, layers: int) -> dict[str, Any]:
-    """Return the options of a model's configuration."""
-    hidden, heads = 8 * round(shape.hidden * D / 8), shape.heads
-    options: dict[str, Any] = {
-        **{"vocab_size": VOCAB, "hidden_size": D, "intermediate_size": hidden, **IDS},
-        **{"num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"num_key_value_heads": shape.kv, "max_position_embeddings": TOKENS},
-    }
-    if shape.model == "OPTModel":
-        options |= {"ffn_dim": hidden, "word_embed_proj_dim": D}
-    elif shape.model == "WhisperModel":
-        options |= {"d_model": D, "encoder_layers": layers, "decoder_layers": layers}
-        options |= {f"{s}_attention_heads": heads for s in ("encoder", "decoder")}
-        options |= {f"{s}_ffn_dim": hidden for s in ("encoder", "decoder")}
-        options |= {"num_mel_bins": 8, "max_source_positions": TOKENS // 2}
-        options |= {"decoder_start_token_id": 1}
-    elif shape.model in ("GPT2Model", "GPTJModel"):
-        options = {"n_embd": D, "n_layer": layers, "n_head": heads, "vocab_size": VOCAB, **IDS}
-        options |= {"rotary_dim": 16} if shape.model == "GPTJModel" else {}
-    elif shape.model == "ViTModel":
-        options |= {"image_size": 8 * 8, "patch_size": 8}
-    elif shape.model == "T5EncoderModel":
-        options = {"d_model": D, "d_ff": hidden, "d_kv": 32, "num_layers": layers, **IDS}
-        options |= {"num_heads": heads, "vocab_size": VOCAB, "feed_forward_proj": "gated-gelu"}
-    return {**options, "moe_intermediate_size": hidden, **shape.options}
-
-
-def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """Return a model of some layers and its inputs."""
-    if not shape.model:
-        layer = nn.TransformerEncoderLayer(D, shape.heads, int(shape.hidden * D), batch_first=True)
-        layer.self_attn.dropout = 0.0
-        return nn.TransformerEncoder(layer, layers), (torch.randn(1, TOKENS, D),), {}
-    import transformers
-
-    kind = getattr(transformers, shape.model)
-    config = kind.config_class(**_options(shape, layers))
-    for name in NO_DROPOUT:
-        if hasattr(config, name):
-            setattr(config, name, 0.0)
-    if hasattr(config, "layer_types") and config.layer_types is not None:
-        config.layer_types = ["full_attention"] * layers
-    config._attn_implementation = "sdpa" if kind._supports_sdpa else "eager"
-    ids = torch.randint(3, VOCAB, (1, TOKENS))
-    if shape.model == "ViTModel":
-        return kind(config), (torch.randn(1, 3, 64, 64, dtype=torch.bfloat16),), {}
-    if shape.model == "WhisperModel":
-        features = torch.randn(1, 8, TOKENS, dtype=torch.bfloat16)
-        return kind(config), (), {"input_features": features, "decoder_input_ids": ids}
-    more = {} if shape.model in ("BertModel", "T5EncoderModel") else {"use_cache": False}
-    return kind(config), (ids,), more
+FILE = "shares.jsonl"
 
 
 def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
@@ -205,10 +49,11 @@ def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 class Share(NamedTuple):
-    """Of a model: a layer's saved values by D per token before and after, and the storages left."""
+    """The values that a layer of a model saves, in units of D per token."""
 
     before: float
     after: float
+    # size and shape of the storages that it still saves -> their number, twice
     left: Counter[tuple[float, tuple[int, ...]]]
     report: FuseReport
 
@@ -220,7 +65,8 @@ class Share(NamedTuple):
 
 def measured(shape: Shape) -> Share:
     """Return the values that a model's layer saves before and after `fuse`."""
-    found, reports = dict[int, tuple[SavedTensors, SavedTensors]](), dict[int, FuseReport]()
+    saved: dict[int, tuple[SavedTensors, SavedTensors]] = {}
+    reports: dict[int, FuseReport] = {}
     for layers in (4, 2):
         torch.manual_seed(0)
         model, args, kwargs = model_of(shape, layers)
@@ -228,67 +74,30 @@ def measured(shape: Shape) -> Share:
         args = tuple(x.bfloat16() if x.is_floating_point() else x for x in args)
         before = saved_by(model, args, kwargs)
         reports[layers] = fuse(model)
-        found[layers] = before, saved_by(model, args, kwargs)
-    sizes = [(found[4][i].nbytes - found[2][i].nbytes) / (2 * UNIT) for i in (0, 1)]
+        saved[layers] = before, saved_by(model, args, kwargs)
+    sizes = [(saved[4][i].nbytes - saved[2][i].nbytes) / (2 * UNIT) for i in (0, 1)]
     counts = [
-        Counter((one.nbytes / UNIT, one.shape) for one in found[layers][1].storages)
+        Counter((storage.nbytes / UNIT, storage.shape) for storage in saved[layers][1].storages)
         for layers in (4, 2)
     ]
     return Share(sizes[0], sizes[1], counts[0] - counts[1], reports[4])
 
 
-class Whole(NamedTuple):
-    """Published layers, features and classes, and the class with a head where its name differs."""
-
-    layers: int
-    features: int
-    classes: int
-    model: str | None = None
-
-    @property
-    def reduced(self) -> int:
-        """As many classes for each of the D features as published."""
-        return round(self.classes * D / self.features)
-
-
-# config.json of the checkpoints named at DENSE
-WHOLE = {
-    "llama": Whole(32, 4096, 128256),
-    "mistral": Whole(32, 4096, 32768),
-    "qwen2": Whole(28, 3584, 152064),
-    "qwen3": Whole(36, 4096, 151936),
-    "gemma": Whole(28, 3072, 256000),
-    "gemma2": Whole(42, 3584, 256000),
-    "gemma3": Whole(34, 2560, 262208, "Gemma3ForCausalLM"),
-    "phi": Whole(32, 2560, 51200),
-    "phi3": Whole(32, 3072, 32064),
-    "olmo": Whole(32, 4096, 50304),
-    "olmo2": Whole(32, 4096, 100352),
-    "granite": Whole(40, 4096, 49155),
-    "glm": Whole(40, 4096, 151552),
-    "glm4": Whole(40, 4096, 151552),
-    "starcoder2": Whole(32, 4608, 49152),
-    "stablelm": Whole(24, 2048, 100352),
-    "gpt2": Whole(12, 768, 50257, "GPT2LMHeadModel"),
-    "gpt_neox": Whole(32, 4096, 50432),
-    "smollm3": Whole(36, 2048, 128256),
-    "exaone4": Whole(64, 5120, 102400),
-}
-
-
 def measured_whole(name: str) -> tuple[float, float]:
     """Return the bytes that a training step of a model saves before and after `fuse`."""
-    whole, shape, found = WHOLE[name], DENSE[name], list[tuple[int, int]]()
+    whole, shape = WHOLE[name], DENSE[name]
     kind = whole.model or shape.model.replace("Model", "ForCausalLM")
     options = {**shape.options, "vocab_size": whole.reduced}
+    pairs: list[tuple[int, int]] = []
     for layers in (2, 4):
         torch.manual_seed(0)
         model, (ids,), kwargs = model_of(shape._replace(model=kind, options=options), layers)
-        model, given = model.to(torch.bfloat16).train(), {**kwargs, "labels": ids}
-        before = saved_by(model, (ids,), given).nbytes
+        model = model.to(torch.bfloat16).train()
+        kwargs = {**kwargs, "labels": ids}
+        before = saved_by(model, (ids,), kwargs).nbytes
         fuse(model, head=True)
-        found.append((before, saved_by(model, (ids,), given).nbytes))
-    two, four = found
+        pairs.append((before, saved_by(model, (ids,), kwargs).nbytes))
+    two, four = pairs
     before, after = (a + (whole.layers - 2) * (b - a) / 2 for a, b in zip(two, four, strict=True))
     return before, after
 
@@ -296,13 +105,14 @@ def measured_whole(name: str) -> tuple[float, float]:
 def options(add: Options) -> None:
     """Add the options."""
     add.add_argument("models", nargs="*", metavar="MODEL", help="models; default: all")
-    add.flag("whole", "whole models with head and loss, the bytes of 64 tokens")
+    add.flag("whole", "whole language models with head and loss, the bytes of 64 tokens")
     add.flag("verbose", "print reports of fuse, too")
+    add.place(FILE, has_device=False)
 
 
 def prepare(chosen: Namespace) -> Namespace:
     """Raise ValueError for a model that is unknown."""
-    known = [*WHOLE] if chosen.whole else [*DENSE, *HARDER, *EXPERTS]
+    known = [*WHOLE] if chosen.whole else [*LANGUAGE, *ZOO]
     for name in chosen.models:
         if name not in known:
             raise ValueError(f"MODEL must be one of {', '.join(known)}, got {name!r}")
@@ -311,32 +121,101 @@ def prepare(chosen: Namespace) -> Namespace:
 
 
 def run(chosen: Namespace) -> int:
-    """Print the table, and the medians of dense models and mixtures of experts."""
+    """Print the tables, and the medians of groups."""
     warnings.simplefilter("ignore")
+    # libraries warn of kernels that a CPU has not
+    logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     if chosen.whole:
-        wholes = []
-        with progress("shares", len(chosen.models)) as tick:
-            for name in chosen.models:
-                tick(name)
-                wholes.append((name, *measured_whole(name)))
-        show("Bytes that a step of 64 tokens saves", _WHOLES, wholes)
-        gone = [1 - after / before for _, before, after in wholes]
-        print(f"median of {len(gone)}: {median(gone):.1%} gone")
+        _run_whole(chosen.models)
         return 0
-    shares: dict[str, Share] = {}
-    with progress("shares", len(chosen.models)) as tick:
-        for name in chosen.models:
+    if names := [name for name in chosen.models if name in LANGUAGE]:
+        _run_layers(names, chosen.verbose)
+    if names := [name for name in chosen.models if name in ZOO]:
+        rows = _survey(names)
+        if rows:
+            append(rows, chosen.out / FILE)
+            print(f"wrote {chosen.out / FILE}")
+    return 0
+
+
+def _run_whole(names: Sequence[str]) -> None:
+    wholes = []
+    with progress("shares", len(names)) as tick:
+        for name in names:
             tick(name)
-            shares[name] = measured({**DENSE, **HARDER, **EXPERTS}[name])
-            if chosen.verbose:
+            wholes.append((name, *measured_whole(name)))
+    show("Bytes that a step of 64 tokens saves", _WHOLES, wholes)
+    gone = [1 - after / before for _, before, after in wholes]
+    print(f"median of {len(gone)}: {median(gone):.1%} gone")
+
+
+def _run_layers(names: Sequence[str], is_verbose: bool) -> None:
+    shares: dict[str, Share] = {}
+    with progress("shares", len(names)) as tick:
+        for name in names:
+            tick(name)
+            shares[name] = measured(LANGUAGE[name])
+            if is_verbose:
                 print(f"{name}: {shares[name].report}", flush=True)
     show("Values of a layer per token, in units of D", _LAYERS, shares.items())
     for models, kind in ((DENSE, "dense models"), (EXPERTS, "mixtures of experts")):
         gone = [share.gone for name, share in shares.items() if name in models]
         if gone:
             print(f"median of {len(gone)} {kind}: {median(gone):.0%} gone")
-    return 0
+
+
+class Surveyed(NamedTuple):
+    """A model of the survey, and a step's bytes by the way of running it."""
+
+    name: str
+    group: str
+    bytes: Mapping[str, Bytes]
+
+    def gone(self, way: str, what: str = "saved") -> float:
+        """Return the share of saved or peak bytes that a way takes off."""
+        return 1 - getattr(self.bytes[way], what) / getattr(self.bytes["eager"], what)
+
+
+def _survey(names: Sequence[str]) -> list[Row]:
+    """Measure models of all groups, print their table and medians, and return their rows."""
+    models: list[Surveyed] = []
+    with progress("shares", len(names)) as tick:
+        for name in names:
+            tick(name)
+            why = obstacle(ZOO[name])
+            if why is not None:
+                print(f"{name}: left out, it {why}", flush=True)
+                continue
+            models.append(Surveyed(name, ZOO[name].group, measured_step(ZOO[name])))
+    if not models:
+        return []
+    show("Bytes of a step of whole models", _SURVEYED, models, _NOTES, words=2)
+    by_group: dict[str, list[Surveyed]] = {}
+    for model in models:
+        by_group.setdefault(model.group, []).append(model)
+    show("Medians", _GROUPS, by_group.items())
+    facts = environment(torch.device("cpu"), DTYPE)
+    return [_row(model, way) | facts for model in models for way in WAYS]
+
+
+def _row(model: Surveyed, way: str) -> Row:
+    """Return a row of the file."""
+    nbytes = model.bytes[way]
+    return {
+        "command": "shares",
+        "case": model.name,
+        "group": model.group,
+        "name": way,
+        "title": f"{model.name} ({model.group})",
+        "failure": None,
+        "is_wrong": False,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "both_ms": None,
+        "saved_bytes": round(nbytes.saved),
+        "peak_bytes": round(nbytes.peak),
+        "peak_above": "parameters and gradients",
+    }
 
 
 def _left(share: Share) -> str:
@@ -347,6 +226,10 @@ def _left(share: Share) -> str:
         for (size, shape), count in tensors
         if size > 0.02
     )
+
+
+def _median(way: str, what: str) -> Any:
+    return lambda pair: f"{median(model.gone(way, what) for model in pair[1]):.0%}"
 
 
 _LAYERS: Columns = {
@@ -364,3 +247,27 @@ _WHOLES: Columns = {
     "after": lambda row: f"{row[2] / 1024:.0f}",
     "gone": lambda row: f"{1 - row[2] / row[1]:.1%}",
 }
+_SURVEYED: Columns = {
+    "model": lambda model: model.name,
+    "group": lambda model: model.group,
+    "saved MiB\neager": lambda model: f"{model.bytes['eager'].saved / MIB:.2f}",
+    "fuse": lambda model: f"{model.bytes['fuse'].saved / MIB:.2f}",
+    "recipes": lambda model: f"{model.bytes['recipes'].saved / MIB:.2f}",
+    "gone\nfuse": lambda model: f"{model.gone('fuse'):.0%}",
+    "gone\nrecipes": lambda model: f"{model.gone('recipes'):.0%}",
+    "peak gone\nfuse": lambda model: f"{model.gone('fuse', 'peak'):.0%}",
+    "peak gone\nrecipes": lambda model: f"{model.gone('recipes', 'peak'):.0%}",
+}
+_GROUPS: Columns = {
+    "group": lambda pair: pair[0],
+    "models": lambda pair: f"{len(pair[1])}",
+    "gone\nfuse": _median("fuse", "saved"),
+    "gone\nrecipes": _median("recipes", "saved"),
+    "peak gone\nfuse": _median("fuse", "peak"),
+    "peak gone\nrecipes": _median("recipes", "peak"),
+}
+_NOTES = (
+    "recipes: fuse(model, recipes=True), here for tensors of any size, as widths are reduced;",
+    "peak: of forward and backward, above parameters and gradients; scans are the references of",
+    "transformers, which save more than kernels",
+)

@@ -187,3 +187,26 @@ def test_layers_save_less_by_model(capsys):
     (row,) = (line for line in out.splitlines() if line.startswith("gpt2 "))
     assert row.split()[1:4] == ["30.08", "4.08", "86%"] or row.split()[3] == "86%"
     assert "median of 1 dense models: 86% gone" in out
+
+
+def test_models_of_all_groups_are_measured_with_recipes(capsys, tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from bench import survey
+    from bench.results import read
+
+    def find(package: str) -> object:
+        return None if package == "diffusers" else object()
+
+    monkeypatch.setattr(survey, "find_spec", find)
+    assert command.main(["shares", "bert_base", "dit", f"--out={tmp_path}"]) == 0
+    text = capsys.readouterr().out
+    assert "dit: left out, it needs diffusers\n" in text
+    rows = {row["name"]: row for row in read(tmp_path / "shares.jsonl")}
+    assert {row["case"] for row in rows.values()} == {"bert_base"}
+    saved = {name: row["saved_bytes"] for name, row in rows.items()}
+    assert saved["recipes"] < saved["fuse"] < saved["eager"]
+    (line,) = (line for line in text.splitlines() if line.startswith("bert_base"))
+    gone = [f"{1 - saved[name] / saved['eager']:.0%}" for name in ("fuse", "recipes")]
+    assert line.split()[5:7] == gone
+    (line,) = (line for line in text.splitlines() if line.startswith("encoder"))
+    assert line.split()[:4] == ["encoder", "1", *gone]
