@@ -19,6 +19,7 @@ from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
 from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
+from fusedckpt.layers.gated_norm import GatedRMSNorm
 from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmerge_affine
@@ -39,6 +40,7 @@ __all__ = [
     "Experts",
     "FuseReport",
     "GatedMLP",
+    "GatedRMSNorm",
     "LayerNorm",
     "Linear",
     "LinearCrossEntropy",

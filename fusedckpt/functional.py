@@ -2,6 +2,7 @@
 
 from fusedckpt.layers.approximate import regelu2, resilu2
 from fusedckpt.layers.experts import experts
+from fusedckpt.layers.gated_norm import gated_rms_norm
 from fusedckpt.layers.head import linear_cross_entropy, token_logprobs
 from fusedckpt.layers.linear import linear_act, norm_linear
 from fusedckpt.layers.mlp import gated_mlp, mlp
@@ -12,6 +13,7 @@ __all__ = [
     "add_rms_norm",
     "experts",
     "gated_mlp",
+    "gated_rms_norm",
     "layer_norm",
     "linear_act",
     "linear_cross_entropy",

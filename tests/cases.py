@@ -66,7 +66,7 @@ def _linear(name: str, bias: bool = True, activation: str = "gelu", **options: A
 
 
 def _norm(name: str, function: str, tensors: str, num_dims: int = 1, **options: Any) -> Case:
-    """`tensors` names what follows x: r(esidual), w(eight), b(ias)."""
+    """`tensors` names what follows x: r(esidual) or gate, w(eight), b(ias)."""
 
     def call(module: Any, x: Tensor, *rest: Tensor) -> Any:
         given = dict(zip(tensors, rest, strict=True))
@@ -102,6 +102,8 @@ NORMS = [
     _norm("plain", "layer_norm", ""),
     _norm("torch", "add_rms_norm", "rw"),
     _norm("affine", "add_layer_norm", "rwb"),
+    _norm("after", "gated_rms_norm", "rw", activation="gelu"),
+    _norm("first", "gated_rms_norm", "rw", gates_first=True, cast="llama", eps=1e-5),
 ]
 
 

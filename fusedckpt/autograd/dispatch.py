@@ -168,7 +168,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 _FUNCTIONS: tuple[str, ...] = ("linear_act", "norm_linear", "mlp", "gated_mlp", "experts")
-_FUNCTIONS += ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm")
+_FUNCTIONS += ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 _FUNCTIONS += ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
 
 

@@ -27,14 +27,14 @@ from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
-_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
+EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 _HALF = (torch.bfloat16, torch.float16)
-_DTYPES = (*_HALF, torch.float32, torch.float64)
+DTYPES = (*_HALF, torch.float32, torch.float64)
 # Llama's and Gemma's first: torch's differs from the third only under autocast on a GPU
 _RULES = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"))
 # of elements that may differ by a rounding: a rule that rounds elsewhere differs in a tenth of them
 _STRAYS = 1 / 50
-_ELEMENTS = 4096
+ELEMENTS = 4096
 # ops by which a norm shows: of a LayerNorm, of all, means and roots
 _CENTRES = frozenset(("native_layer_norm", "std", "std_mean", "sub", "var", "var_mean"))
 _STATISTICS = frozenset(("_fused_rms_norm", "linalg_vector_norm", "norm")) | _CENTRES - {"sub"}
@@ -66,11 +66,11 @@ def norm_swap(module: nn.Module) -> Swap | NotFused | None:
 def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
     weights = [*module.parameters(recurse=False)]
     names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
-    if module._modules or len(names) > 2 or not _has_own_forward(type(module)):
+    if module._modules or len(names) > 2 or not has_own_forward(type(module)):
         return None
     if any(w.dim() > 1 or w.numel() == 0 for w in weights) or not takes_one(module):
         return None
-    eps = next((n for n in _EPSILONS if type(getattr(module, n, None)) in (int, float)), None)
+    eps = next((n for n in EPSILONS if type(getattr(module, n, None)) in (int, float)), None)
     width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
@@ -120,7 +120,8 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
     return (int(shape[0]),) if isinstance(shape, (tuple, list)) and len(shape) == 1 else ()
 
 
-def _has_own_forward(kind: type[nn.Module]) -> bool:
+def has_own_forward(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is not torch's."""
     by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
     return not by.__module__.startswith("torch.")
 
@@ -206,7 +207,7 @@ class _Draws:
     """A norm's input and weights, and its results for them in any pair of dtypes."""
 
     def __init__(self, module: nn.Module, names: list[str], width: int):
-        draw = Draw(module, (width,), rows=max(6, _ELEMENTS // width // 2 * 2))
+        draw = Draw(module, (width,), rows=max(6, ELEMENTS // width // 2 * 2))
         self.module = module
         self.x = draw.x
         # rows so small that epsilon counts, and large ones
@@ -214,8 +215,8 @@ class _Draws:
         self.x[:, -1] *= 30.0
         self.x[1] *= 100.0
         self.values = draw.values
-        pairs = [(x, w) for x in _DTYPES for w in _DTYPES]
-        self.pairs = pairs if names else [(d, d) for d in _DTYPES]
+        pairs = [(x, w) for x in DTYPES for w in DTYPES]
+        self.pairs = pairs if names else [(d, d) for d in DTYPES]
 
     def run(self, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
         """Return the module's result, None where it raises."""

@@ -11,6 +11,7 @@ from torch import nn
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, experts, reasons, verification
 from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.gated_norms import gated_norm_swap
 from fusedckpt.fusing.held import Part, is_simple
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
@@ -36,7 +37,7 @@ class Matcher:
 
         def find() -> Swap | NotFused | None:
             if kind == "norm":
-                swap = norm_swap(bare)
+                swap = gated_norm_swap(bare) or norm_swap(bare)
             elif kind == "experts":
                 swap = experts.experts_swap(module, self.save, self.chunks)
             else:

@@ -123,13 +123,14 @@ def record(
     strided: bool = False,
     keeps_rates: bool = False,
     grad: bool | None = None,
+    inputs: int = 1,
 ) -> Recording:
     """Record the ops of a module's forward on an input of this shape, in some dtype or its own.
 
     training: the mode; rate: the path of a dropout rate and its value, while all others are 0 in
     training, unless `keeps_rates`; autocast: whether it is enabled, which meta tensors ignore;
     strided: whether the input's first two dimensions are transposed in memory; grad: whether
-    gradients are enabled, by default in training.
+    gradients are enabled, by default in training; inputs: how many tensors of the shape it takes.
     """
     grad = training if grad is None else grad
     log = Log()
@@ -137,16 +138,21 @@ def record(
     try:
         with _python_random(log), undisturbed("meta"):
             clone = spied(module, log, dtype, training, rate=rate, keeps_rates=keeps_rates)
-            x = torch.empty(shape, dtype=dtype or dtype_of_module, device="meta")
-            x = x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
-            x.requires_grad_(grad)
+            xs = [
+                torch.empty(shape, dtype=dtype or dtype_of_module, device="meta")
+                for _ in range(inputs)
+            ]
+            if strided:
+                xs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in xs]
+            for x in xs:
+                x.requires_grad_(grad)
             with (
                 torch.set_grad_enabled(grad),
                 _autocasting(autocast),
                 _Watch(log),
-                _Recorder(log, x) as recorder,
+                _Recorder(log, xs) as recorder,
             ):
-                y = type(module).forward(clone, x)
+                y = type(module).forward(clone, *xs)
     except Exception as error:  # arbitrary user code, on meta tensors
         return Recording(None, log, log.stop or _raised(module, error))
     for name, before, after in log.containers:
@@ -157,7 +163,7 @@ def record(
     if log.stop is not None:
         return Recording(None, log, log.stop)
     return Recording(
-        recorder.node(y), log, None, (shape, tuple(y.shape)), dtypes=(x.dtype, y.dtype)
+        recorder.node(y), log, None, (shape, tuple(y.shape)), dtypes=(xs[0].dtype, y.dtype)
     )
 
 
@@ -236,11 +242,11 @@ class _Call(NamedTuple):
 class _Recorder(TorchDispatchMode):
     """Keeps the node of every tensor that the ops inside make."""
 
-    def __init__(self, log: Log, x: Tensor):
+    def __init__(self, log: Log, xs: list[Tensor]):
         super().__init__()
-        self.log, self.dtype = log, x.dtype
+        self.log, self.dtype = log, xs[0].dtype
         # tensors live as long as their ids are looked up
-        self.nodes: dict[int, tuple[Tensor, Node]] = {id(x): (x, Node("x"))}
+        self.nodes: dict[int, tuple[Tensor, Node]] = {id(x): (x, Node("x")) for x in xs}
         for path, parameter in log.parameters.values():
             self.nodes[id(parameter)] = parameter, Node("weight", path=path)
         for buffer in log.buffers:

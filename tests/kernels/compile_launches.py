@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedckpt.kernels import gating, norm, routed
+from fusedckpt.kernels import gated_norm, gating, norm, routed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
@@ -40,6 +40,21 @@ def rare_norm_grads(n: int) -> None:
     for rule in (norm.NormRule("rms", 1e-6), LAYER):
         norm.norm_grad(wide, x, x, w, rule, (True, True, rule is LAYER))
         norm.norm_grad(wide, wide, wide, w, rule, (True, True, rule is LAYER))
+
+
+def gated_norms() -> None:
+    """As Mamba 2, Nemotron H, Zamba 2, Qwen3-Next and Kimi Linear have them."""
+    rule = gated_norm.GatedNormRule
+    for n, dtype, options in (
+        (5120, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
+        (8192, torch.bfloat16, rule(1e-5, groups=8, gates_first=True, cast="llama")),
+        (7168, torch.float32, rule(1e-5, groups=2, gates_first=True)),
+        (128, torch.bfloat16, rule(1e-6, cast="llama")),
+        (128, torch.bfloat16, rule(1e-6, "sigmoid")),
+    ):
+        x, w = meta(4096, n, dtype=dtype), meta(n, dtype=dtype)
+        gated_norm.gated_norm(x, x, w, options, dtype)
+        gated_norm.gated_norm_grad(x, x, x, w, options, (True, True, True), dtype)
 
 
 def dropouts() -> None:
@@ -108,6 +123,7 @@ def one_of_each() -> None:
     near_limits()
     norms(4096)
     norms(32768)
+    gated_norms()
     codes()
     dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
     u, target = meta(512, 50257), meta(512, 1, dtype=torch.int64)
@@ -130,6 +146,7 @@ def every_size() -> None:
 
 def everything() -> None:
     benchmarked("tiny", "llama-3-8b")
+    gated_norms()
     dropouts()
     heads()
     gates()

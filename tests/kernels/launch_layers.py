@@ -100,6 +100,7 @@ LAUNCHES = {
     "rms_norm frozen": ("norm", "norm_grad"),
     "rms_norm wide": ("wide_norm", "wide_dx, wide_dw, sum_partials"),
     "layer_norm": ("norm", "norm_grad, sum_partials"),
+    "gated_rms_norm": ("gated_norm", "gated_norm_grad, sum_partials"),
     "add_rms_norm": ("norm", "norm_grad, sum_partials"),
     "add_layer_norm": ("norm", "norm_grad, sum_partials"),
     "norm_linear": ("norm, 3 mm", "norm, 4 mm, 2 addmm, norm_grad, sum_partials"),
@@ -166,6 +167,10 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         "rms_norm frozen": (lambda x: functional.rms_norm(x, D), (x,)),
         "rms_norm wide": (lambda x, w: functional.rms_norm(x, WIDE, w), (wide, leaf(WIDE))),
         "layer_norm": (lambda x, w, b: functional.layer_norm(x, D, w, b), (x, down_bias, leaf(D))),
+        "gated_rms_norm": (
+            lambda x, gate, w: functional.gated_rms_norm(x, gate, D, w),
+            (x, leaf(TOKENS, D), norm_weight),
+        ),
         "add_rms_norm": (
             lambda x, r, w: functional.add_rms_norm(x, r, D, w),
             (x, leaf(TOKENS, D), norm_weight),

@@ -49,6 +49,8 @@ def test_guard(compiled, chip):
         "dropout_kernel",
         "norm_kernel",
         "norm_grad_kernel",
+        "gated_norm_kernel",
+        "gated_norm_grad_kernel",
         "wide_norm_kernel",
         "wide_dx_kernel",
         "wide_dw_kernel",

@@ -157,6 +157,7 @@ PROJECTIONS = {"x": X, "norm": NormSpec("rms", t(D)), "weights": [t(F, D)], "bia
 BY_NAME = {
     **{"linear_cross_entropy": HEAD, "token_logprobs": HEAD, "linear_act": LINEAR},
     **{"rms_norm": NORM, "layer_norm": LAYER, "add_rms_norm": ADDED},
+    "gated_rms_norm": NORM | {"gate": X},
     **{"add_layer_norm": LAYER | ADDED, "mlp": MLP, "gated_mlp": GATED},
     "norm_linear": PROJECTIONS,
     "prefetch_recompute": {"outputs": X},

@@ -12,7 +12,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedckpt.kernels import codes, cross_entropy, dropout, linear, norm
+from fusedckpt.blocks.gated_norm import eager_gated_norm
+from fusedckpt.kernels import codes, cross_entropy, dropout, gated_norm, linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from tests.ptx.judging import DTYPES, KernelCase, Maybe, Results, beside, leaf, named, summed
 
@@ -121,6 +122,42 @@ def norm_of_sums(kind: str, m: int, n: int) -> Results:
         return (ds + dtotal).to(x.dtype), *sums, *[None] * (kind == "rms")
 
     return beside(grads, eager, x, w, dy, dtotal)
+
+
+def gated_normed(kind: str, m: int, n: int, rule: gated_norm.GatedNormRule) -> Results:
+    """gated_norm_kernel and gated_norm_grad_kernel; x and the gate are halves of one tensor."""
+    dtype = DTYPES[kind]
+    x, gate = torch.randn(m, 2 * n, dtype=dtype).chunk(2, 1)
+    w, dy = torch.randn(n, dtype=dtype), torch.randn(m, n, dtype=dtype)
+    y = gated_norm.gated_norm(x, gate, w, rule, dtype)
+    grads = gated_norm.gated_norm_grad(dy, x, gate, w, rule, (True, True, True), dtype)
+
+    def eager(x: Tensor, gate: Tensor, w: Tensor, dy: Tensor) -> Sequence[Maybe]:
+        leaves = [leaf(t) for t in (x, gate, w)]
+        y = eager_gated_norm(rule, *leaves)
+        return y.detach(), *torch.autograd.grad(y, leaves, dy)
+
+    return beside((y, *grads), eager, x, gate, w, dy)
+
+
+def gated_norm_cases() -> list[KernelCase]:
+    """Return the cases of norms with a gate: a row in one chunk and in several, and groups."""
+    mamba = gated_norm.GatedNormRule(1e-5, gates_first=True, cast="llama")
+    grouped = gated_norm.GatedNormRule(1e-5, groups=2, gates_first=True)
+    qwen = gated_norm.GatedNormRule(1e-6, cast="llama")
+    kimi = gated_norm.GatedNormRule(1e-6, "sigmoid")
+    eight = gated_norm.GatedNormRule(1e-5, groups=8, gates_first=True, cast="llama")
+    rows = [
+        *(("bf16", 3, 2100, mamba), ("bf16", 3, 8 * 600, eight), ("f32", 3, 2 * 2100, grouped)),
+        *(("bf16", 70, 128, qwen), ("bf16", 70, 101, kimi)),
+    ]
+    return [
+        KernelCase(
+            f"gated_normed/{kind}-{n}x{rule.groups}-{rule.cast}",
+            partial(gated_normed, kind, m, n, rule),
+        )
+        for kind, m, n, rule in rows
+    ]
 
 
 def normalised(s: Tensor, vectors: list[Tensor], rule: norm.NormRule) -> Tensor:

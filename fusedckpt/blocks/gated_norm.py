@@ -1,0 +1,148 @@
+"""The program of a norm with a gate, and the checks of its calls.
+
+It is one step, which reads x and the gate: norm(x) * act(gate), or norm(x * act(gate)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd.dispatch import Context
+from fusedckpt.blocks import validate
+from fusedckpt.blocks.builder import Builder
+from fusedckpt.blocks.call import Layout
+from fusedckpt.blocks.operands import NormSpec, sums_dtype
+from fusedckpt.blocks.program import Gradient, Op
+from fusedckpt.blocks.writer import Writer
+from fusedckpt.kernels import gated_norm as kernels
+from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.gated_norm import GatedNormRule
+
+SLOTS = ("r0", "r1", "p0")
+
+
+@dataclass(frozen=True)
+class GatedNorm(Op):
+    """y of x and a gate: see GatedNormRule. Statistics and the activation are recomputed.
+
+    sums: the dtype of the weight's gradient; kernel: "aten" or "triton".
+    """
+
+    rule: GatedNormRule
+    dtype: torch.dtype | None = None
+    sums: torch.dtype | None = None
+    kernel: str = "aten"
+    is_joint = True
+    gradients = (("r0", SLOTS), ("r1", SLOTS), ("p0", SLOTS))
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write y."""
+        fn = kernels.gated_norm_aten if self.kernel == "aten" else kernels.gated_norm
+        return [code.call(fn, *reads, *params, self.rule, self.dtype)]
+
+    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+        """Write the gradients of x, the gate and the weight."""
+        needs = tuple([slot in one.gives for slot in SLOTS])
+        fn = kernels.gated_norm_grad_aten if self.kernel == "aten" else kernels.gated_norm_grad
+        operands = one.reads["r0"], one.reads["r1"], one.reads.get("p0")
+        node = code.call(fn, one.dy, *operands, self.rule, needs, self.sums)
+        parts = zip(SLOTS, code.items(node, 3), strict=True)
+        return {slot: part for slot, part in parts if slot in one.gives}
+
+    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
+        """Return y in torch's ops."""
+        return eager_gated_norm(self.rule, *reads, *params)
+
+
+def eager_gated_norm(rule: GatedNormRule, x: Tensor, gate: Tensor, weight: Any) -> Tensor:
+    """Return the norm of x with a gate, by torch's own ops."""
+    wide = torch.promote_types(torch.promote_types(x.dtype, gate.dtype), torch.float32)
+    value = ACTIVATIONS[rule.activation].eager(gate.to(wide))
+    row = x.to(wide)
+    row = (row * value if rule.gates_first else row).unflatten(-1, (rule.groups, -1))
+    xhat = (row * torch.rsqrt(row.square().mean(-1, keepdim=True) + rule.eps)).flatten(-2)
+    if rule.cast == "llama":
+        xhat = xhat.to(x.dtype)
+        scaled = xhat if weight is None else (weight + rule.offset) * xhat
+    else:
+        scaled = xhat if weight is None else xhat * (weight.to(wide) + rule.offset)
+    y = scaled if rule.gates_first else scaled * value
+    return y if rule.cast == "llama" and rule.gates_first else y.to(x.dtype)
+
+
+class GatedNormOptions(NamedTuple):
+    """The options of a norm with a gate; see `functional.gated_rms_norm`."""
+
+    normalized_shape: Any
+    eps: Any
+    activation: Any
+    groups: Any
+    gates_first: Any
+    offset: Any
+    cast: Any
+    name: str = "gated_rms_norm"
+    is_module: bool = False
+    names: tuple[str, ...] = ("x", "gate", "weight?")
+
+    def check(self, override: str | None, weight: Any = True) -> str:
+        """Return the activation; refuse options that mean nothing."""
+        validate.norm_rule(
+            self.name, NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
+        )
+        arguments.integer(self.name, "groups", self.groups, 1)
+        arguments.flag(self.name, "gates_first", self.gates_first)
+        return validate.activation(self.name, self.activation)
+
+    def rule(self, dtype: torch.dtype, activation: str) -> GatedNormRule:
+        """Return the constants of checked options for inputs of a dtype."""
+        eps = self.eps
+        if eps is None:
+            eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        return GatedNormRule(
+            float(eps),
+            activation,
+            self.groups,
+            bool(self.gates_first),
+            offset=float(self.offset),
+            cast=self.cast,
+        )
+
+    def plan(self, context: Context, *metas: Any) -> Any:
+        """Refuse arguments that do not fit; return None where only eager may run."""
+        x, gate, weight = metas
+        name, activation = self.name, self.check(context.level, weight)
+        (width,) = self.sizes()
+        validate.tensors(name, self.names, (x, gate, weight))
+        if not x.shape or x.shape[-1] != width:
+            raise ValueError(f"{name}: x must end in [{width}], got {list(x.shape)}")
+        validate.fits(name, "gate", gate, *x.shape, must="must have the shape of x,")
+        validate.fits(name, "weight", weight, width)
+        if context.twin:
+            return None
+        dtypes = (x.dtype,) if weight is None else (x.dtype, weight.dtype)
+        widens = self.cast == "llama" and self.gates_first
+        dtype = torch.promote_types(dtypes[0], dtypes[-1]) if widens else x.dtype
+        paths = [dispatch.is_aten(x.device, t.dtype, *x.shape) for t in (x, gate)]
+        kernel = "aten" if any(paths) or dtype == torch.float64 else "triton"
+        rule, sums = self.rule(x.dtype, activation), sums_dtype(x, weight, None)
+        builder = Builder(context, x.dtype)
+        number = builder.param("weight", Layout(1), weight)
+        y = builder.add(GatedNorm(rule, dtype, sums, kernel), "y", ("x", "gate"), (number,))
+        return builder.call("gated_norm", {"x": x, "gate": gate}, [y], {})
+
+    def sizes(self) -> tuple[int]:
+        """Return the one size that is normalised; refuse others."""
+        shape = validate.normalized_shape(self.name, self.normalized_shape)
+        if len(shape) != 1:
+            arguments.wrong_value(self.name, "normalized_shape", "one size", list(shape))
+        if shape[0] % self.groups:
+            problem = f"groups must divide normalized_shape, {shape[0]}, got {self.groups}"
+            raise ValueError(f"{self.name}: {problem}")
+        return shape

@@ -1,0 +1,140 @@
+"""RMSNorm with a gate, of mixers' results: saves x and the gate alone.
+
+Backward recomputes statistics, the normalised rows and the gate's activation.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.blocks import compiled, eager
+from fusedckpt.blocks.block import apply
+from fusedckpt.blocks.gated_norm import GatedNormOptions, eager_gated_norm
+
+
+def _run(options: GatedNormOptions, x: Any, gate: Any, weight: Any) -> Tensor:
+    """Run the Function for a call, or its eager reference."""
+    if not eager.forced.is_on:
+        call, phase, _ = dispatch.decide(options, x, gate, weight)
+        if call is not None:
+            return apply(call, phase, x, gate, weight)
+    rule = options.rule(x.dtype, options.check(None, weight))
+    traced = torch.compiler.is_compiling() and not eager.forced.is_on
+    if traced and not dispatch.is_recorded(x) and dispatch.are_plain(x, gate):
+        return compiled.run_norm(partial(eager_gated_norm, rule, gate=gate, weight=weight), x)
+    return eager_gated_norm(rule, x, gate, weight)
+
+
+def gated_rms_norm(
+    x: Tensor,
+    gate: Tensor,
+    normalized_shape: int,
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    activation: str = "silu",
+    groups: int = 1,
+    gates_first: bool = False,
+    offset: float = 0.0,
+    cast: str = "torch",
+) -> Tensor:
+    """Return rms_norm(x) * act(gate), or rms_norm(x * act(gate)), saving only x and the gate.
+
+        y = F.rms_norm(x, (normalized_shape,), weight, eps) * F.silu(gate)
+        y = F.rms_norm(x * F.silu(gate), (normalized_shape,), weight, eps)  # gates_first
+
+    All is computed in float32, float64 for float64, and rounded once.
+
+    Args:
+        x: [..., N], float32, bfloat16, float16 or float64.
+        gate: [..., N], the shape of x, of any floating dtype.
+        normalized_shape: N.
+        weight: [N], of any floating dtype, or None.
+        eps: added to the mean square; None means the machine epsilon of the statistics' dtype.
+        activation: of the gate, see `functional.linear_act`.
+        groups: how many groups of N / groups columns are normalised, each by itself.
+        gates_first: whether x is multiplied by act(gate) before the norm, as in Mamba 2.
+        offset: added to the weight.
+        cast: "llama" rounds the normalised x to x's dtype before the weight; where the gate is
+            first, the result has the promoted dtype then. "torch" and "gemma" round at the end.
+
+    Returns:
+        The shape and dtype of x, but for `cast`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or invalid options.
+        TypeError: tensors are not dense or not floating point, or an argument has another type.
+
+    Source: Dao and Gu, "Transformers are SSMs", arXiv 2405.21060 (Mamba 2's gated norm).
+    """
+    options = GatedNormOptions(
+        normalized_shape, eps, activation, groups, gates_first, offset=offset, cast=cast
+    )
+    return _run(options, x, gate, weight)
+
+
+class GatedRMSNorm(nn.Module):
+    """`functional.gated_rms_norm` as a module, with a weight [N] that starts at 1 - offset."""
+
+    # fused, but without a choice
+    save_levels = ()
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: str = "silu",
+        groups: int = 1,
+        gates_first: bool = False,
+        offset: float = 0.0,
+        cast: str = "torch",
+    ):
+        super().__init__()
+        name = "GatedRMSNorm"
+        affine = arguments.flag(name, "elementwise_affine", elementwise_affine)
+        arguments.factory(name, device, dtype)
+        options = GatedNormOptions(
+            normalized_shape,
+            eps,
+            activation,
+            groups,
+            gates_first,
+            offset=offset,
+            cast=cast,
+            name=name,
+            is_module=True,
+        )
+        options.check(None, affine or None)
+        self.normalized_shape = options.sizes()
+        self.options = options._replace(normalized_shape=self.normalized_shape)
+        weight = torch.empty(self.normalized_shape, device=device, dtype=dtype) if affine else None
+        self.weight = None if weight is None else nn.Parameter(weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the scale, weight + offset, to one."""
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.options.offset)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalise x [..., N] with a gate [..., N]."""
+        return _run(self.options, x, gate, self.weight)
+
+    def _get_name(self) -> str:
+        return f"fusedckpt.{super()._get_name()}"
+
+    def extra_repr(self) -> str:
+        """Describe the options."""
+        options = self.options
+        order = "norm(x * act(gate))" if options.gates_first else "norm(x) * act(gate)"
+        words = f"{self.normalized_shape[0]}, eps={options.eps}, groups={options.groups}"
+        return f"{words}, {order}, activation={options.activation}, cast={options.cast}"
