@@ -29,6 +29,7 @@ from fusedckpt.fusing.matcher import Matcher, unfit
 from fusedckpt.fusing.recipe_mode import find_root
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.tail import tail_of, tail_swap
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -158,8 +159,7 @@ class _Blocks:
                 inside.update(swap.own.children())
             if swap is not None:
                 self.search.swaps.append((module, swap))
-            if _computes_children(module, attributes):
-                inside.update(module.modules())
+            inside.update(_computed_in(module, attributes))
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
         """Return a module's swap, if any; report it, or why a module that looks like one is not."""
@@ -224,6 +224,23 @@ class _Blocks:
             swap, to=to, attributes={**swap.attributes, "_fusedckpt_match": match}, own=mlp
         )
 
+    def _tail(self, prefix: str, parent: nn.Sequential) -> Swap | None:
+        """Return the swap of a Sequential with an MLP of another kind behind its first layers."""
+        tail_and_mlp, kind = tail_of(parent), type(parent)
+        is_plain = (kind.forward, kind.__iter__) == (nn.Sequential.forward, nn.Sequential.__iter__)
+        if tail_and_mlp is None or not is_plain or reasons.of_storage(parent) is not None:
+            return None
+        tail, mlp = tail_and_mlp
+        name = join(prefix, tail.mlp[0])
+        swap = self.matcher.of(mlp, "mlp") if self.search.has(name, "mlp") else None
+        if not isinstance(swap, Swap) or swap.kind != "mlp":
+            return None
+        swap = tail_swap(parent, tail, swap)
+        if unfit(parent, swap.attributes, [parent, *mlp.modules()]) is not None:
+            return None
+        self.report.swap(name, swap.parts[tail.mlp[0]])
+        return swap
+
     def _sequential(self, prefix: str, parent: nn.Sequential) -> Swap | None:
         """Return the swap of a Sequential with blocks in it."""
         matcher, report, kind = self.matcher, self.report, type(parent)
@@ -231,6 +248,10 @@ class _Blocks:
         attributes = {"save": save, "chunks": matcher.chunks}
         blocks = blocks_of(parent, save, matcher.chunks)
         fused = [layer for layers, _ in blocks.values() for layer in layers.values()]
+        if not any(block.kind == "mlp" for _, block in blocks.values()):
+            swap = self._tail(prefix, parent)
+            if swap is not None:
+                return swap
         for name, reason in reasons.apart(parent):
             is_meant = self.search.has(join(prefix, name), "linear")
             if is_meant and parent.get_submodule(name) not in fused:
@@ -267,14 +288,23 @@ class _Blocks:
         return Swap("mlp", "", to, attributes, parts=parts)
 
 
-def _computes_children(module: nn.Module, attributes: dict[str, Any]) -> bool:
-    """Whether a module computes its children, which are then skipped, unless it may run them."""
+def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Module]:
+    """Return the modules that a module computes itself, which are then skipped.
+
+    None where it may run its children.
+    """
     match = attributes.get("_fusedckpt_match")
     rates = getattr(match, "rates", ())
     dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
     # a linear and its activation may read a recipe, and be read by one
     shares = may_share(module, getattr(match, "block", None))
-    return isinstance(module, ScriptModule) or (match is not None and not dropping and not shares)
+    if isinstance(module, ScriptModule):
+        return [*module.modules()]
+    if match is None or dropping or shares:
+        return []
+    tail = attributes.get("_fusedckpt_tail")
+    layers = [module] if tail is None else [module._modules[name] for name in tail.mlp]
+    return [inner for layer in layers if layer is not None for inner in layer.modules()]
 
 
 def unfuse(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from own_mlps import SquaredReLU
 from support import DEVICE, randn, saved_bytes
 from swap_cases import D, F, assert_equal
 from torch import nn
@@ -110,3 +111,72 @@ def test_a_copy_and_a_slice_drop_alike():
     assert torch.equal(copy.deepcopy(model)(x), y)
     torch.manual_seed(0)
     assert torch.equal(model[1:](model[0](x)), y)
+
+
+class GEGLU(nn.Module):
+    def forward(self, x):
+        x, gate = x.chunk(2, dim=-1)
+        return nn.functional.gelu(gate) * x
+
+
+def gated(p=P):
+    return [nn.Linear(D, 2 * F), GEGLU(), nn.Dropout(p), nn.Linear(F, D, bias=False)]
+
+
+# layers before, those of an MLP that a recording shows, and layers behind it
+TAILS = {
+    "gated": (lambda: [nn.LayerNorm(D)], gated, list, "gated_mlp (gelu, packed, up first)", 1),
+    "gated, at rate 0": (
+        lambda: [nn.RMSNorm(D), nn.Identity()],
+        lambda: [*gated(0.0), nn.Dropout(0.0)],
+        list,
+        "gated_mlp (gelu, packed, up first)",
+        0,
+    ),
+    "squared": (
+        lambda: [nn.LayerNorm(D)],
+        lambda: layers(act=SquaredReLU),
+        lambda: [nn.Flatten(0, 0)],
+        "mlp (relu2)",
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TAILS)
+def test_an_mlp_of_any_kind_behind_a_norm(name):
+    before, mlp, after, kind, seeds = TAILS[name]
+    model = nn.Sequential(*before(), *mlp(), *after()).to(DEVICE)
+    eager, place = copy.deepcopy(model), len(before())
+    apart = nn.Sequential(*copy.deepcopy(model)[place : place + len(mlp())])
+    report = fuse(model)
+    assert report.swapped[str(place)] == f"Sequential -> {kind}"
+    assert report.left == {}
+    # with the norm's input in place of its result
+    assert saved_bytes(model, [randn(T, D)]) == 4 * T * D + 8 * seeds
+    assert report.fallbacks == {}
+    # the same masks as those of the MLP alone
+    assert fuse(apart).swapped == {"": f"Sequential -> {kind}"}
+    x, n = randn(T, D), eager[:place]
+    torch.manual_seed(1)
+    y = model(x)
+    torch.manual_seed(1)
+    torch.testing.assert_close(y, apart(n(x)))
+    for each in (model, eager):
+        each.double().eval()
+    assert_equal(model, eager, randn(T, D, dtype=torch.float64))
+    # another layer there is called
+    model[place + 1] = eager[place + 1] = nn.GLU() if "gated" in name else nn.Softmax(-1)
+    assert_equal(model, eager, randn(T, D, dtype=torch.float64))
+    assert [reason.key for reason in report.fallbacks.values()] == ["child"]
+    model.append(nn.Tanh())
+    eager.append(nn.Tanh())
+    assert_equal(model, eager, randn(T, D, dtype=torch.float64))
+    unfuse(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in eager.modules()]
+
+
+def test_a_norm_between_the_linears_is_no_mlp():
+    model = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, F), nn.LayerNorm(F), nn.Linear(F, D))
+    report = fuse(model.to(DEVICE))
+    assert "mlp" not in report.kinds.values()
