@@ -165,7 +165,8 @@ def _packed() -> Inputs:
 
 def _flux(axes: int) -> Inputs:
     places = {"img_ids": torch.zeros(TOKENS, axes), "txt_ids": torch.zeros(16, axes)}
-    return _packed() | places
+    pooled = {"pooled_projections": torch.randn(2, D)} if axes == 3 else {}
+    return _packed() | places | pooled | {"guidance": torch.ones(2)}
 
 
 def _video(channels: int, **more: Any) -> Inputs:
