@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark.utils.timer import timer
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
@@ -61,6 +62,8 @@ class Way(NamedTuple):
     is_compiled: bool = False
     # not where derivatives are approximate on purpose: then nothing is judged
     is_exact: bool = True
+    # whether it keeps results beside the tensors that autograd saves
+    has_cache: bool = False
     # what a reader must know of it
     note: str = ""
 
@@ -88,13 +91,32 @@ def approximated(model: nn.Module) -> nn.Module:
     return fused(model, mlp=False, attention=False)
 
 
+# parts of the names of ops that run once under a selective checkpoint
+_COSTLY = ("mm.", "conv", "linear.", "attention", "_grouped_mm")
+
+
+def _saves_costly(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_costly = any(part in str(op) for part in _COSTLY)
+    return CheckpointPolicy.MUST_SAVE if is_costly else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(model: nn.Module) -> nn.Module:
+    """Wrap units in torch's checkpoint, which keeps results of GEMMs, convolutions, attention."""
+    contexts = partial(create_selective_checkpoint_contexts, _saves_costly)
+    return wrap_units(model, partial(checkpoint_wrapper, context_fn=contexts))
+
+
+# names of ways whose checkpoint has a cache
+CACHED = ("selective",)
 # each changes the model that it is given, and returns it
 RECIPES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": lambda model: model,
     # torch's, non-reentrant
     "checkpoint": partial(wrap_units, wrap=checkpoint_wrapper),
+    "selective": selective,
     "fuse": fused,
     "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.Checkpoint),
+    "fuse+recipes": partial(fused, recipes=True),
     "fuse preact": partial(fused, save="preact"),
     "approximate": approximated,
 }
@@ -290,7 +312,7 @@ def _weighed(one: Trial, first: Trial, forward_flops: int, shown: Container[str]
     flops = None if way.is_compiled else work.flops(way.run)
     report = work.report(way.run)
     facts = {
-        "saved_bytes": report.saved_bytes,
+        "saved_bytes": report.saved_bytes + (_cached(report) if way.has_cache else 0),
         "peak_bytes": report.peak_bytes - resident(report),
         "flops": flops,
     }
@@ -304,6 +326,12 @@ def _weighed(one: Trial, first: Trial, forward_flops: int, shown: Container[str]
     if way.name in shown:
         facts["curve"] = _curve(report)
     return facts
+
+
+def _cached(report: MemoryReport) -> int:
+    """Return the bytes that modules keep for backward beside those that autograd saves."""
+    # the outermost module makes gradients
+    return sum(nbytes for owner, nbytes in report.held.items() if owner != "(model)")
 
 
 def resident(report: MemoryReport) -> int:

@@ -24,7 +24,7 @@ from bench.results import Row
 from bench.subjects import Subject, factory_of, ours, yours
 from bench.tables import mib, progress
 from bench.tasks import KINDS
-from bench.training import RECIPES, Tick, Way, Workload, compare, resident
+from bench.training import CACHED, RECIPES, Tick, Way, Workload, compare, resident
 from fusedckpt.planning.budget import bytes_of
 
 # of the way from the least peak that a plan reaches to that of saving everything
@@ -33,7 +33,8 @@ BUDGETS = (0.25, 0.5, 0.75)
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 # all but `compile`, which stands for six
 WAYS = (*RECIPES, "plan memory", "fuse+plan memory", "fuse+plan", "budgets")
-USUAL = ("eager", "checkpoint", "fuse", "fuse+ckpt", "plan memory", "fuse+plan memory", "budgets")
+USUAL = ("eager", "checkpoint", "selective", "fuse", "fuse+recipes", "fuse+ckpt")
+USUAL += ("plan memory", "fuse+plan memory", "budgets")
 # commands that are this one with other defaults
 PRESETS: dict[str, dict[str, Any]] = {
     "demo": {
@@ -67,7 +68,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = (
-    "saved: for backward; budget, predicted: activation budget and predicted peak of a plan;",
+    "saved: for backward, with results that a selective checkpoint keeps; budget, predicted:",
+    "activation budget and predicted peak of a plan;",
     "recomputed: FLOPs of the recomputation, relative to the forward; ms: forward and backward;",
     "error: of all gradients against float64, relative to the first row's; MiB per ms: reduction",
     "of the peak per extra millisecond; diff.: largest difference of a loss from the first row's",
@@ -134,7 +136,8 @@ def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -
             print(report if len(chosen.ways) < len(USUAL) else f"fuse: {note}", flush=True)
         else:
             model = RECIPES[name](model)
-        yield Way(name, model, is_exact=name != "approximate", note=note)
+        is_exact = name != "approximate"
+        yield Way(name, model, is_exact=is_exact, has_cache=name in CACHED, note=note)
     yield from _planned(work, chosen, lost, tick)
     if chosen.compile:
         yield from _compiled(work, lost)

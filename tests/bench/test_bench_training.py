@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.fusing import recipe_mode
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 pytest.importorskip("sklearn", reason="needs the bench extra")
@@ -91,6 +92,22 @@ def test_demo_of_other_models(tmp_path, option, bound):
     assert all(len(row["both_ms"]) == len(row["errors"]) == 1 for row in rows.values())
     assert rows["fuse"]["saved_bytes"] <= rows["eager"]["saved_bytes"]
     assert rows["fuse+ckpt"]["saved_bytes"] < rows["eager"]["saved_bytes"] / 2
+
+
+def test_the_selective_peer_keeps_results_of_gemms_and_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
+    names = ("checkpoint", "selective", "fuse", "fuse+recipes")
+    ways = [f"--ways={name}" for name in names]
+    (rows,) = bench(tmp_path, "ways", *sizes(steps=1, repeat=1), "--model=own", *ways)
+    assert list(rows) == ["eager", *names]
+    saved = {name: row["saved_bytes"] for name, row in rows.items()}
+    # results of q, k, v, attention and its linear, fc1 and fc2; a log-sum-exp; a random state
+    cached = BATCH * SEQ * (10 * DIM + 1) * F32 + torch.get_rng_state().nbytes
+    assert saved["selective"] - saved["checkpoint"] == LAYERS * cached
+    assert rows["checkpoint"]["recomputed"] > rows["selective"]["recomputed"] == 0
+    assert rows["fuse+recipes"]["recomputed"] == rows["fuse"]["recomputed"]
+    assert max(saved["fuse"], saved["fuse+recipes"]) < saved["selective"] < saved["eager"]
+    assert all(row["loss_difference"] < 1e-4 for row in rows.values())
 
 
 def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
