@@ -164,29 +164,36 @@ pack_hook: Callable[[Any], Callable[[Tensor], Any]] = (
 )
 
 
-def in_default_stock(around: Hooks | None) -> bool:
-    """Whether the innermost hooks are of the forward of torch's non-reentrant checkpoint.
+def default_stock(around: Hooks | None) -> str:
+    """Return "checkpoint" in the forward of torch's non-reentrant checkpoint, "" elsewhere.
 
-    Of one without options, and with the hooks `around` right around it.
+    The checkpoint has no options, and the hooks `around` are right around it; or save_on_cpu's are
+    between both: then "offload".
     """
     hooks = private.top_hooks()
     if hooks is None or private.stock_phase(hooks[0]) != "forward":
-        return False
+        return ""
     saved_tensors_hooks(*hooks).__exit__()
-    below = private.top_hooks()
+    below, is_offload = private.top_hooks(), False
+    is_alone = below == around
+    if below is not None and not is_alone and private.is_save_on_cpu(below[0]):
+        saved_tensors_hooks(*below).__exit__()
+        is_alone = is_offload = private.top_hooks() == around
+        saved_tensors_hooks(*below).__enter__()
     saved_tensors_hooks(*hooks).__enter__()
     try:
         frame = private.variable_of(hooks[0], "frame")
         run = frame.recompute_fn
-        return (
-            below == around
+        is_default = (
+            is_alone
             and isinstance(private.variable_of(run, "recompute_context"), nullcontext)
             and private.variable_of(run, "preserve_rng_state") is True
             and (frame.early_stop, frame.unpack_error_cb) == (True, None)
             and "default" in frame.metadata_fn.__name__
         )
     except (AttributeError, TypeError, ValueError):
-        return False
+        is_default = False
+    return ("offload" if is_offload else "checkpoint") if is_default else ""
 
 
 def of_layer() -> Phase | None:

@@ -9,6 +9,7 @@ of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -224,6 +225,19 @@ def stock_phase(pack: Any) -> str | None:
     """Return "forward" or "recompute" for a hook of torch's checkpoint; None without its names."""
     is_stock = getattr(pack, "__module__", None) == "torch.utils.checkpoint"
     return _PHASES.get(pack.__qualname__) if is_stock else None
+
+
+def is_save_on_cpu(pack: Any) -> bool:
+    """Whether a hook is that of torch's save_on_cpu; without its name it is any other hook."""
+    name = getattr(pack, "__qualname__", "")
+    is_torchs = getattr(pack, "__module__", None) == "torch.autograd.graph"
+    return is_torchs and name == "save_on_cpu.__init__.<locals>.pack_to_cpu"
+
+
+def activation_wrappers() -> tuple[Any, ...]:
+    """Return torch's CheckpointWrapper and OffloadWrapper; empty tuples if no program uses them."""
+    library = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    return tuple(getattr(library, f"{name}Wrapper", ()) for name in ("Checkpoint", "Offload"))
 
 
 def variable_of(function: Any, name: str) -> Any:

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fusedckpt.autograd import arguments, private
-from fusedckpt.autograd.phases import in_default_stock
-from fusedckpt.checkpointing.entry import checkpoint
+from fusedckpt.autograd.phases import default_stock
+from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.held import MARK
 from fusedckpt.fusing.swap import fuse
@@ -40,9 +40,10 @@ class FuseCallback(TrainerCallback):
 
     Args:
         checkpoint: whether `activation_checkpointing=True`, `gradient_checkpointing=True` in older
-            releases of transformers, takes `fusedckpt.checkpoint`, see `use_checkpoint`. Where it
-            cannot, as with use_reentrant=True or offload=True, gradient checkpointing is unchanged,
-            with one warning.
+            releases of transformers, takes `fusedckpt.checkpoint`, with offload=True if that is
+            among activation_checkpointing_kwargs; and whether accelerate's activation_checkpointing
+            of FSDP2 does, see `use_checkpoint`. Where it cannot, as with use_reentrant=True,
+            checkpointing is unchanged, with one warning.
         save_regions: of that checkpoint.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
@@ -82,7 +83,8 @@ class FuseCallback(TrainerCallback):
             self._fuse(model, state)
         # the name of newer releases, in which the older one is deprecated
         enabled = getattr(args, "activation_checkpointing", None)
-        if self.checkpoint and (enabled or getattr(args, "gradient_checkpointing", False)):
+        enabled = enabled or getattr(args, "gradient_checkpointing", False)
+        if self.checkpoint and (enabled or _wrappers(model)):
             self._use_checkpoint(model, state)
         # not even a hook: inside a module that DDP or FSDP compiles, one would end the compilation
         if self.plan is None and not self.report:
@@ -103,7 +105,7 @@ class FuseCallback(TrainerCallback):
 
     def _use_checkpoint(self, model: nn.Module, state: TrainerState) -> None:
         try:
-            functions = [function for _, function in _checkpointing(model)]
+            functions = [function for *_, function in _checkpointing(model)]
             reason = _REENTRANT if any(map(_is_reentrant, functions)) else None
         except ValueError as error:
             reason = str(error)
@@ -130,27 +132,46 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
     Models of diffusers are taken, too, after `enable_gradient_checkpointing()`: the function by
     which they checkpoint is called once with a module that looks which checkpoint calls it.
 
+    The modules that torch's `checkpoint_wrapper` wraps are taken, too, as accelerate wraps them for
+    FSDP2.
+
     With save_regions=["attention"] attention does not run again: a layer saves its input, and
-    attention's output and log-sum-exp.
+    attention's output and log-sum-exp. A checkpoint inside of save_on_cpu, as with offload=True, or
+    inside of torch's `offload_wrapper`, is taken as `checkpoint(..., offload=True)`.
 
     Disabling it ends it, enabling it anew brings torch's back.
 
     Raises:
         TypeError: `model` is not an nn.Module, or `save_regions` are not strings.
         ValueError: no gradient checkpointing is enabled, or it runs another function than torch's
-            checkpoint, as `offload=True` has it; on the first call: use_reentrant=True.
+            checkpoint; on the first call: use_reentrant=True.
     """
     arguments.module("use_checkpoint", "model", model)
-    given = {"save_regions": patterns_of(save_regions)}
-    for module, function in _checkpointing(model):
-        ours: Any = partial(checkpoint, *function.args, **{**function.keywords, **given})
-        module._gradient_checkpointing_func = ours
+    patterns = patterns_of(save_regions)
+    for module, name, function in _checkpointing(model):
+        keywords = {**function.keywords, "save_regions": patterns}
+        setattr(module, name, partial(checkpoint, *function.args, **keywords))
+    _, offload = private.activation_wrappers()
+    for wrapper in model.modules():
+        if isinstance(wrapper, offload) and (inner := _wrapped(wrapper)) is not None:
+            # without save_on_cpu around
+            wrapper.forward = partial(type(inner).__call__, inner)
 
 
-def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:
-    """Return the modules that gradient checkpointing runs, and the checkpoint that each calls."""
-    modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
-    if not modules:
+# in modules of transformers and diffusers, and in torch's wrappers
+_FLAGGED, _WRAPPED = "_gradient_checkpointing_func", "checkpoint_fn"
+
+
+def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, str, partial[Any]]]:
+    """Return the modules that are checkpointed, and by which attribute they call which checkpoint.
+
+    The checkpoint is a partial of torch's, or of ours, with its options.
+    """
+    flagged = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
+    places = [(module, _FLAGGED) for module in flagged]
+    wrappers = _wrappers(model)
+    places += [(wrapper, _WRAPPED) for wrapper in wrappers]
+    if not places:
         raise ValueError(
             "use_checkpoint: no module has gradient_checkpointing set: call "
             "model.activation_checkpointing_enable(), or in older releases "
@@ -158,21 +179,51 @@ def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, partial[Any]]]:
         )
     # one function for all of them
     checkpoints: dict[Any, partial[Any]] = {}
-    for module in modules:
-        function: Any = getattr(module, "_gradient_checkpointing_func", None)
-        if function in checkpoints:
-            continue
-        if getattr(function, "func", None) in (stock.checkpoint, checkpoint):
-            checkpoints[function] = function
-        elif _calls_checkpoint(function):
-            checkpoints[function] = partial(checkpoint)
-        else:
-            raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
-    return [(module, checkpoints[module._gradient_checkpointing_func]) for module in modules]
+    for module, name in places:
+        function: Any = getattr(module, name, None)
+        if function not in checkpoints:
+            checkpoints[function] = _as_checkpoint(function)
+    return [
+        (module, name, _offloading(checkpoints[getattr(module, name)], wrappers.get(module, False)))
+        for module, name in places
+    ]
+
+
+def _wrappers(model: nn.Module) -> dict[nn.Module, bool]:
+    """Return torch's wrappers of checkpointed modules; whether an OffloadWrapper is around each."""
+    checkpoint_wrapper, offload_wrapper = private.activation_wrappers()
+    modules = [*model.modules()]
+    wrappers = {m: False for m in modules if isinstance(m, checkpoint_wrapper)}
+    inner = [_wrapped(module) for module in modules if isinstance(module, offload_wrapper)]
+    return {**wrappers, **{module: True for module in inner if module is not None}}
+
+
+def _wrapped(wrapper: Any) -> nn.Module | None:
+    """Return the CheckpointWrapper right inside of an OffloadWrapper."""
+    module, (kind, _) = wrapper._checkpoint_wrapped_module, private.activation_wrappers()
+    return module if isinstance(module, kind) else None
+
+
+def _offloading(function: partial[Any], is_offloading: bool) -> partial[Any]:
+    return partial(function, offload=True) if is_offloading else function
+
+
+def _as_checkpoint(function: Any) -> partial[Any]:
+    """Return a function that checkpoints as a partial of torch's checkpoint, or of ours."""
+    if getattr(function, "func", None) in (stock.checkpoint, checkpoint):
+        return function
+    kind, keywords = _calls_checkpoint(function), {}
+    if not kind and isinstance(function, partial) and function.keywords.keys() <= OPTIONS:
+        # torch's checkpoint may get its options by the function
+        keywords = function.keywords
+        kind = _calls_checkpoint(partial(function.func, *function.args, use_reentrant=False))
+    if not kind:
+        raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
+    return _offloading(partial(checkpoint, **keywords), kind == "offload")
 
 
 class _Probe(nn.Module):
-    """Notes its calls: the arguments, and whether torch's checkpoint alone is around."""
+    """Notes its calls: the arguments, and whether torch's checkpoint is around, and offloads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +232,8 @@ class _Probe(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Note a call, and return its first argument."""
-        is_default = in_default_stock(self._hooks) and _modes() == self._modes
-        self.calls.append((is_default, kwargs, *args))
+        kind = default_stock(self._hooks) if _modes() == self._modes else ""
+        self.calls.append((kind, kwargs, *args))
         return args[0]
 
 
@@ -191,21 +242,23 @@ def _modes() -> tuple[Any, ...]:
     return *modes, private.is_any_autocast_on()
 
 
-def _calls_checkpoint(function: Any) -> bool:
-    """Whether a function checkpoints its first argument, called with the others, and no more.
+def _calls_checkpoint(function: Any) -> str:
+    """Return "checkpoint" for a function that calls its first argument in one, and does no more.
 
-    Such is the one of diffusers' models. It is called with a module that looks around.
+    "offload" where save_on_cpu is around, "" for another function. The function is called with a
+    module that looks around. Models of diffusers have such a function.
     """
     probe, args = _Probe(), tuple(torch.zeros(1, requires_grad=True) for _ in range(2))
     try:
         with torch.enable_grad():
             y = function(probe, *args)
     except Exception:
-        return False
+        return ""
     if len(probe.calls) != 1 or len(probe.calls[0]) != 4:
-        return False
-    is_default, kwargs, *given = probe.calls[0]
-    return is_default and not kwargs and y is args[0] and all(map(operator.is_, given, args))
+        return ""
+    kind, kwargs, *given = probe.calls[0]
+    is_plain = not kwargs and y is args[0] and all(map(operator.is_, given, args))
+    return kind if is_plain else ""
 
 
 def _is_reentrant(function: partial[Any]) -> bool:

@@ -1,12 +1,18 @@
 """use_checkpoint on models whose own function calls torch's checkpoint, as those of diffusers."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from fake_streams import fake_device
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+    offload_wrapper,
+)
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fusedckpt
@@ -99,13 +105,18 @@ def offloading(module, *args):
         return stock(module, *args)
 
 
+def offloading_twice(module, *args):
+    with torch.autograd.graph.save_on_cpu():
+        return offloading(module, *args)
+
+
 def casting(module, *args):
     with torch.autocast("cpu", torch.bfloat16):
         return stock(module, *args)
 
 
 OTHERS = {
-    "offloading": offloading,
+    "offloading twice": offloading_twice,
     "casting": casting,
     "reentrant": lambda m, *args: stock(m, *args, use_reentrant=True),
     "selective": lambda m, *args: stock(m, *args, context_fn=CONTEXTS),
@@ -128,3 +139,52 @@ def test_another_function_is_left(name):
     with pytest.raises(ValueError, match="expected torch's checkpoint, found"):
         use_checkpoint(model)
     assert model._gradient_checkpointing_func is OTHERS[name]
+
+
+@pytest.mark.parametrize("options", [{}, {"preserve_rng_state": False}])
+def test_offload_becomes_ours(segments, monkeypatch, options):
+    """With offload=True transformers calls a function with options, in save_on_cpu."""
+    model, x, scale = build()
+    expected = step(model, x, scale)
+
+    def run(function, *args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=False, device_type="cpu"):
+            return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
+
+    model.enable_gradient_checkpointing(partial(run, use_reentrant=False, **options))
+    for _ in range(2):
+        use_checkpoint(model)
+        keywords = model._gradient_checkpointing_func.keywords
+        assert keywords == {"offload": True, "save_regions": (), **keywords, **options}
+        with fake_device(monkeypatch, small=100, kept=0) as device:
+            torch.testing.assert_close(step(model, x, scale), expected, rtol=0, atol=0)
+        # the first block's input is a leaf, the scale is small
+        assert device.to_host == x.nbytes
+    assert len(segments) == 4
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_torchs_wrappers(segments, monkeypatch, offloads):
+    """As accelerate wraps modules for FSDP2."""
+    model, x, scale = build()
+    expected = step(model, x, scale)
+    for i, block in enumerate(model.blocks):
+        wrapped = checkpoint_wrapper(block, preserve_rng_state=False)
+        model.blocks[i] = offload_wrapper(wrapped) if offloads else wrapped
+    names = [*model.state_dict()]
+    for _ in range(2):
+        use_checkpoint(model)
+        with fake_device(monkeypatch, small=100, kept=0) as device:
+            torch.testing.assert_close(step(model, x, scale), expected, rtol=0, atol=0)
+        assert device.to_host == offloads * x.nbytes
+    assert len(segments) == 4
+    assert [*model.state_dict()] == names
+    step(copy.deepcopy(model), x, scale)
+    assert len(segments) == 6
+
+
+def test_torchs_wrappers_of_another_checkpoint_stay():
+    model, *_ = build()
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0], checkpoint_fn=lambda f, *args: f(*args))
+    with pytest.raises(ValueError, match="expected torch's checkpoint"):
+        use_checkpoint(model)
