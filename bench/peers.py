@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from bench.cases import CASES, EPS, EXPERTS, TOP_K, Size, Tensors, routed
+from bench.cases import EPS, EXPERTS, TOP_K, Size, Tensors, routed
 from bench.measure import Implementation
-from fusedckpt import functional
 
 
 class Peer(NamedTuple):
@@ -77,18 +76,31 @@ def _transformers(
     return torch.func.functional_call(module, given, (x, *routed(x, router)))
 
 
+def _targets(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.arange(x.shape[0], device=x.device) % weight.shape[0]
+
+
 def _liger_head(size: Size, x: Tensor, weight: Tensor) -> Any:
-    target = torch.arange(x.shape[0], device=x.device) % weight.shape[0]
     loss = "liger_kernel.transformers.fused_linear_cross_entropy.LigerFusedLinearCrossEntropyLoss"
-    return _load(loss)()(weight, x, target)
+    return _load(loss)()(weight, x, _targets(x, weight))
 
 
-def _linear_cross_entropy(size: Size, x: Tensor, weight: Tensor, backend: str = "torch") -> Any:
-    return CASES["head"].call(functional, size, x, weight, backend=backend)
+def _torch_head(size: Size, x: Tensor, weight: Tensor) -> Any:
+    # since torch 2.13
+    chunked = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(x, weight, _targets(x, weight), options=chunked)
+
+
+def _cut_head(size: Size, x: Tensor, weight: Tensor) -> Any:
+    # releases differ under autocast; gradients are written by strides
+    is_cast = torch.is_autocast_enabled(x.device.type)
+    dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+    rows, classes = (t.to(dtype).contiguous() for t in (x, weight))
+    loss = _load("cut_cross_entropy.linear_cross_entropy")
+    return loss(rows, classes, _targets(x, weight))
 
 
 _grouped = partial(_transformers, implementation="grouped_mm")
-_cut_cross_entropy = partial(_linear_cross_entropy, backend="cce")
 
 
 def _liger_mlp(size: Size, x: Tensor, *weights: Tensor) -> Tensor:
@@ -189,8 +201,8 @@ PEERS: tuple[Peer, ...] = (
     Peer("Liger", LIGER, "rms_norm", _liger_rms),
     Peer("Liger", LIGER, "layer_norm", _liger_layer),
     Peer("Liger", LIGER, "add_rms_norm", partial(_liger_rms, path=LIGER_ADD)),
-    Peer("torch's", "torch", "head", _linear_cross_entropy),
-    Peer("CCE", "cut_cross_entropy", "head", _cut_cross_entropy),
+    Peer("torch's", "torch", "head", _torch_head),
+    Peer("CCE", "cut_cross_entropy", "head", _cut_head),
     Peer("Liger", LIGER, "head", _liger_head),
     Peer("transformers", "transformers", "experts", _transformers),
     Peer("transformers grouped_mm", "transformers", "experts", _grouped),

@@ -8,12 +8,10 @@ GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private
@@ -22,12 +20,8 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.head import LEVELS, HeadOptions
 from fusedckpt.blocks.operands import LoRA, are_adapted
 from fusedckpt.kernels.cross_entropy import LogitRule
-from fusedckpt.kernels.runtime import KERNEL_DTYPES
 
 REDUCTIONS = ("none", "mean", "sum")
-# options that the backends of others take
-TAKES = {"torch": (), "cce": ("softcap",)}
-CCE_DEVICES = ("cuda",)
 
 
 def linear_cross_entropy(
@@ -45,7 +39,6 @@ def linear_cross_entropy(
     num_items: Tensor | float | None = None,
     save: str | None = None,
     chunks: int | None = None,
-    backend: str | None = None,
 ) -> Tensor:
     """Return F.cross_entropy(softcap(scale * F.linear(x, weight, bias)).float(), target).
 
@@ -67,10 +60,6 @@ def linear_cross_entropy(
         chunks: into how many chunks the tokens are cut; by default so that a chunk's logits take
             64 MiB, or a fourth of the weight's bytes; one where logits are saved. Gradients of
             weights then add up in float32.
-        backend: "fused" (the default); "torch", F.linear_cross_entropy in chunks; or "cce", the
-            cut_cross_entropy package, which drops small gradients. They take no label_smoothing,
-            scale, z_loss, save or chunks, no adapted or quantised weight, and only "cce" a softcap,
-            for float32, bfloat16 and float16 on a GPU.
 
     Returns:
         A scalar, or [...] for reduction="none"; float32, or float64 of float64.
@@ -91,18 +80,12 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     _check(name, reduction, label_smoothing, z_loss, num_items)
     rule = LogitRule(scale, softcap, ignore_index=ignore_index)
-    if backend not in (None, "fused"):
-        given = {"scale": (scale, 1), "softcap": (softcap, None), "z_loss": (z_loss, 0)}
-        given |= {"label_smoothing": (label_smoothing, 0)}
-        given |= {"save": (save, None), "chunks": (chunks, None)}
-        loss = _by_others(HeadOptions(name, rule), backend, (x, weight, target, bias), given)
-    else:
-        found = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
-        loss = (label_smoothing - 1) * found[..., 0]
-        if label_smoothing:
-            loss = loss - label_smoothing * found[..., 2]
-        if z_loss:
-            loss = loss + z_loss * found[..., 1].square()
+    statistics = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
+    loss = (label_smoothing - 1) * statistics[..., 0]
+    if label_smoothing:
+        loss = loss - label_smoothing * statistics[..., 2]
+    if z_loss:
+        loss = loss + z_loss * statistics[..., 1].square()
     if reduction == "none":
         return loss
     total = loss.sum()
@@ -141,10 +124,10 @@ def token_logprobs(
     arguments.number(name, "temperature", temperature)
     if temperature <= 0:
         arguments.wrong_value(name, "temperature", "a positive number", temperature)
-    both = arguments.flag(name, "entropy", entropy)
-    rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, both)
-    found = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
-    return (found[..., 0], found[..., 3]) if both else found[..., 0]
+    has_entropy = arguments.flag(name, "entropy", entropy)
+    rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, has_entropy)
+    statistics = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
+    return (statistics[..., 0], statistics[..., 3]) if has_entropy else statistics[..., 0]
 
 
 def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: Any) -> None:
@@ -159,52 +142,6 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
             raise ValueError(f"{name}: num_items must be one number, got {list(num_items.shape)}")
     elif num_items is not None:
         arguments.number(name, "num_items", num_items)
-
-
-def _by_others(
-    options: HeadOptions, backend: Any, tensors: Any, given: dict[str, tuple[Any, Any]]
-) -> Tensor:
-    """Return the losses of tokens by another library; given: options, with their neutral values."""
-    name = options.name
-    arguments.choice(name, "backend", backend, ("fused", *TAKES))
-    for key, (value, neutral) in given.items():
-        if value != neutral and key not in TAKES[backend]:
-            raise ValueError(f"{name}: backend={backend!r} has no {key}, got {value!r}")
-    x, weight, target, bias = tensors
-    if are_adapted([(weight, bias)]):
-        kind = type(weight).__name__
-        raise TypeError(f"{name}: backend={backend!r} takes dense weights, got a {kind}")
-    validate.tensor(name, "target", target)
-    _check_call(options, x, weight, target, bias)
-    more: Any = {key: given[key][0] for key in TAKES[backend]}
-    more |= {"ignore_index": options.rule.ignore_index, "reduction": "none"}
-    # as both libraries take them, also of a single token
-    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-    if backend == "torch":
-        if not hasattr(nn, "LinearCrossEntropyOptions"):
-            raise ValueError(
-                f"{name}: backend='torch' needs torch >= 2.13, got {torch.__version__}"
-            )
-        more |= {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
-        return F.linear_cross_entropy(rows, weight, targets, **more).view_as(target)
-    return _by_cce(name, rows, weight, targets, bias, more).view_as(target)
-
-
-def _by_cce(name: str, x: Any, weight: Any, targets: Tensor, bias: Any, options: Any) -> Tensor:
-    """Return the losses of rows by cut_cross_entropy, which refuses others within its kernels."""
-    try:
-        found = import_module("cut_cross_entropy")
-    except ImportError:
-        raise ValueError(f"{name}: backend='cce' needs cut_cross_entropy, not installed") from None
-    if x.device.type not in CCE_DEVICES or x.dtype not in KERNEL_DTYPES or not x.numel():
-        raise ValueError(
-            f"{name}: backend='cce' takes float32, bfloat16 and float16 on a GPU, of a token at "
-            f"least, got x {list(x.shape)}, {x.dtype}, {x.device}"
-        )
-    # releases differ under autocast; gradients are written by strides
-    to = dispatch.autocast_dtype(x.device) or x.dtype
-    x, weight, bias = (None if t is None else t.to(to).contiguous() for t in (x, weight, bias))
-    return found.linear_cross_entropy(x, weight, targets, bias=bias, **options)
 
 
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:

@@ -185,3 +185,9 @@ def test_a_loss_is_not_judged_by_a_ratio(by, is_wrong):
     assert truth.eager_errors[0] == 0
     found.attempt(truth.check)
     assert found.is_wrong == is_wrong
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13")
+def test_the_head_of_torch_is_ours():
+    (head,) = [peer for peer in peers.peers_of("head", SIZE) if peer.name == "torch's"]
+    assert failure_of(head, work_of("head"), "head") is None

@@ -6,10 +6,8 @@ Here is what targets alone bring: classes of every count, ignored and invalid on
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
 from itertools import product
-from types import ModuleType
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ import fusedckpt
 from fusedckpt import LoRA, functional
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.blocks.head import chunks_for
-from fusedckpt.layers import head
 from fusedckpt.memory import peak_bytes
 
 T, D, V = 45, 17, 70
@@ -128,11 +125,7 @@ def test_a_target_out_of_range(target):
         ({"weight": torch.zeros(V, D + 1)}, ValueError, "weight expects 18 input features"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, "num_items needs reduction='mean'"),
         ({"num_items": torch.ones(2)}, ValueError, r"num_items must be one number, got \[2\]"),
-        ({"backend": "liger"}, ValueError, "backend must be one of fused, torch, cce"),
         ({"save": "gate"}, ValueError, "save must be one of inputs, preact, got 'gate'"),
-        ({"backend": "torch", "softcap": 3.0}, ValueError, "backend='torch' has no softcap"),
-        ({"backend": "torch", "save": "preact"}, ValueError, "backend='torch' has no save"),
-        ({"backend": "cce"}, ValueError, "needs cut_cross_entropy"),
     ],
 )
 def test_bad_input(changes, error, message):
@@ -219,102 +212,6 @@ def test_an_adapted_head():
 
     with forced_path("aten"):
         compare(adapted, twin, make)
-
-
-@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyOptions"), reason="torch >= 2.13")
-def test_the_backend_of_torch():
-    target = targets(T, V)
-    compare(partial(ours, target, backend="torch"), partial(eager, target), inputs)
-
-
-def cut_cross_entropy(
-    e: Tensor,
-    c: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    softcap: float | None = None,
-    reduction: str = "mean",
-    shift: bool | int = 0,
-    return_lse: bool = False,
-    filter_eps: float | str | None = "auto",
-    accum_e_fp32: bool = False,
-    accum_c_fp32: bool = False,
-    filter_e_grad: bool = True,
-    filter_c_grad: bool = True,
-    impl: str = "cce",
-    vocab_parallel_options: object = None,
-) -> Tensor:
-    """The signature of cut_cross_entropy 25.6, and what its kernels need, in eager."""
-    assert 0 <= shift < targets.size(-1)
-    assert (e.size()[:-1], e.size(-1)) == (targets.size(), c.size(1))
-    for written in (e, c, bias):
-        assert written is None or torch.zeros_like(written).stride() == written.stride()
-    assert len({t.dtype for t in (e, c, bias) if t is not None}) == 1
-    z = F.linear(e, c, bias).float()
-    z = z if softcap is None else softcap * torch.tanh(z / softcap)
-    loss = F.cross_entropy(z, targets, ignore_index=ignore_index, reduction=reduction)
-    # its backward views the gradient so
-    loss.register_hook(lambda grad: grad.view(-1).view(loss.shape))
-    return loss
-
-
-@pytest.fixture
-def cce(monkeypatch):
-    """A package of that name, for tensors of any device."""
-    package = ModuleType("cut_cross_entropy")
-    package.linear_cross_entropy = cut_cross_entropy
-    monkeypatch.setitem(sys.modules, package.__name__, package)
-    monkeypatch.setattr(head, "CCE_DEVICES", (DEVICE.type,))
-    return monkeypatch
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("shape", [(3, 15), (45,), (1,), ()])
-def test_the_backend_of_cut_cross_entropy(cce, shape, autocast):
-    x, w, b = (t.detach() for t in inputs())
-    given = x[: math.prod(shape)].view(*shape, D), w.repeat(1, 2)[:, :D], b.repeat(2)[::2]
-    given = [t.requires_grad_() for t in given]
-    target = targets(T, V)[: math.prod(shape)].view(shape).clamp(min=3)
-    found = []
-    with forced_path("aten"), torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
-        for backend in ("cce", "fused"):
-            options = {"softcap": 2.0, "ignore_index": 3, "backend": backend, "reduction": "none"}
-            loss = ours(target, *given, **options)
-            assert (loss.shape, loss.dtype) == (target.shape, torch.float32)
-            total = (loss.mT if loss.dim() > 1 else loss).square().sum()
-            found.append([loss, *torch.autograd.grad(total, given)])
-    torch.testing.assert_close(
-        *found, rtol=2e-2 if autocast else 1e-4, atol=2e-2 if autocast else 1e-5
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"target": torch.full((T,), V)}, ValueError, "target must be from 0"),
-        ({"x": torch.zeros(T, D + 1)}, ValueError, "weight expects 17 input features"),
-        (
-            {"weight": LoRA(torch.zeros(V, D), torch.zeros(2, D), torch.zeros(V, 2))},
-            TypeError,
-            "a LoRA",
-        ),
-    ],
-)
-@pytest.mark.parametrize("backend", ["torch", "cce"])
-def test_bad_input_of_backends(cce, backend, changes, error, message):
-    given = {"x": torch.zeros(T, D), "weight": torch.zeros(V, D), "backend": backend}
-    given["target"] = torch.zeros(T, dtype=torch.int64)
-    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
-        functional.linear_cross_entropy(**given | changes)
-
-
-def test_tensors_that_cut_cross_entropy_does_not_take(cce):
-    x, w, b = inputs()
-    cce.setattr(head, "CCE_DEVICES", ("cuda",))
-    for given in ([x.cpu(), w.cpu(), b.cpu()], [x.double(), w.double(), b.double()]):
-        with pytest.raises(ValueError, match="takes float32, bfloat16 and float16 on a GPU"):
-            ours(targets(T, V).to(given[0].device), *given, backend="cce")
 
 
 def test_modules():
