@@ -144,10 +144,10 @@ class _Costs:
 
     def _kind(self, i: int) -> Any:
         """Return a key that units which cost the same share."""
-        module = self._found[i].module
-        shapes = tuple((p.shape, p.requires_grad) for p in module.parameters())
+        modules = [module for _, module in self._found[i].members]
+        shapes = tuple((p.shape, p.requires_grad) for m in modules for p in m.parameters())
         kept = tuple((name, self._kept(i, name)) for name in self._readings[i])
-        return type(module), shapes, self._found[i].input, kept
+        return tuple(map(type, modules)), shapes, self._found[i].input, kept
 
     def _ms(self, alike: Sequence[int], scale: float, forward: Sequence[float]) -> _Ms:
         """Return the average of units that are alike."""

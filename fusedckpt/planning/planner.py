@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +24,7 @@ from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.units import check_model, names_of
+from fusedckpt.planning.units import check_count, check_model, in_a_row, names_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
@@ -88,8 +88,9 @@ def plan(
             convolution outputs, in units that save less that way), or a list of modules, or their
             names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
-            nn.ModuleList and nn.ModuleDict; if there are none, the fused layers; else the model's
-            children.
+            nn.ModuleList and nn.ModuleDict; in place of an entry that has repeated blocks inside,
+            such as a stage, those blocks, if a forward runs one after the other. Without any
+            containers, the fused layers; else the model's children.
         loss, optimizer: as in `report`; pass all optimizers that live meanwhile, as a list.
         accumulate: True, or a number of micro-batches, if gradients accumulate over several: the
             budget then holds for each micro-batch.
@@ -136,7 +137,8 @@ def plan(
             reseed=random_states(),
         )
         step, assumed = _in_state(step, parallel, is_there)
-        goal = _Goal(policy, limit, is_rest, assumed, frees_late, progress)
+        is_default = units is None and isinstance(policy, str)
+        goal = _Goal(policy, limit, is_rest, assumed, frees_late, is_default, progress)
         return _planned(step, names, goal)
 
     return broadcast(ranks, make)
@@ -174,6 +176,8 @@ class _Goal(NamedTuple):
     assumed: AbstractSet[Tensor]
     # whether gradients of the step before live until backward begins
     frees_late: bool
+    # whether the units are the default ones
+    is_default: bool
     progress: bool
 
 
@@ -199,7 +203,7 @@ def _in_state(
     return step._replace(gradients=gradients, beside=beside), set(absent if is_there else ())
 
 
-def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
+def _planned(step: Step, names: list[str], goal: _Goal) -> Plan:
     """Measure, solve and try."""
     policy, limit = goal.policy, goal.limit
     parts = (
@@ -212,6 +216,9 @@ def _planned(step: Step, names: Sequence[str], goal: _Goal) -> Plan:
         telling(goal.progress) as tell,
     ):
         tell("running the model")
+        if goal.is_default:
+            names = in_a_row(step, names)
+            check_count(policy, names)
         survey = surveyed(step, names)
         never = goal.assumed - survey.trained
         gradients = {p: grad for p, grad in step.gradients.items() if p not in never}

@@ -25,6 +25,8 @@ from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
 WRITES = "modifies its input"
+# of more units neighbours are joined: time and memory of the solver grow with the square
+MOST_UNITS = 512
 
 
 class Found(NamedTuple):
@@ -228,7 +230,7 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
         trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
     left_out |= {name: why for name, why in fixed.items() if why != WRITES}
-    units = _grouped([*visits.units(fixed)], left_out)
+    units = _fewer(_grouped([*visits.units(fixed)], left_out), MOST_UNITS)
     changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
@@ -278,12 +280,46 @@ def _grouped(units: Sequence[Found], left_out: dict[str, str]) -> list[Found]:
 
 
 def _group(units: Sequence[Found], main: Found) -> Found:
-    """Return a unit of the modules of several; main: the one that saves something."""
+    """Return a unit of the modules of several; main: one that saves something."""
     first, last = units[0], units[-1]
     members = tuple(member for unit in units for member in unit.members)
     return main._replace(
-        joined=first.joined, input=first.input, output=last.output, members=members
+        joined=first.joined,
+        attends=any(unit.attends for unit in units),
+        input=first.input,
+        output=last.output,
+        casts=sum(unit.casts for unit in units),
+        members=members,
     )
+
+
+def _fewer(units: list[Found], most: int) -> list[Found]:
+    """Join neighbours so that at most that many units are left, if segments may hold them.
+
+    The bytes that units return are balanced between them.
+    """
+    if len(units) <= most:
+        return units
+    low, high = 0, sum(unit.output for unit in units)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_packed(units, middle)) <= most else (middle + 1, high)
+    return [_group(group, group[0]) for group in _packed(units, high)]
+
+
+def _packed(units: Sequence[Found], capacity: int) -> list[list[Found]]:
+    """Return units with their neighbours, as long as these return no more than `capacity` bytes."""
+    groups, nbytes = list[list[Found]](), 0
+    for unit in units:
+        nbytes += unit.output
+        before = groups[-1][-1] if groups else None
+        is_like = before is not None and (before.levels, before.fixed) == (unit.levels, "")
+        if is_like and unit.joined and not unit.fixed and nbytes <= capacity:
+            groups[-1].append(unit)
+        else:
+            groups.append([unit])
+            nbytes = unit.output
+    return groups
 
 
 def _refuse(name: str, tensors: Iterable[Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +12,8 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.private import COMPILED_CHILD, compiled_call
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import Policy
+from fusedckpt.planning.repeated_blocks import RepeatedBlocks, side_by_side
+from fusedckpt.reporting.step import Step
 
 
 def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
@@ -21,10 +23,32 @@ def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
             raise ValueError("plan: expected units or a policy that lists modules, got both")
         return _named(model, policy)
     names = candidates(model) if units is None else _named(model, units)
-    rule, _, number = policy.partition(":")
+    check_count(policy, names)
+    return names
+
+
+def check_count(policy: Policy, names: Sequence[str]) -> None:
+    """Refuse a policy of more segments than there are units."""
+    rule, _, number = policy.partition(":") if isinstance(policy, str) else ("", "", "")
     if rule == "uniform" and int(number) > len(names):
         raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
-    return names
+
+
+def in_a_row(step: Step, names: list[str]) -> list[str]:
+    """Return the default units of a model, given those that its containers suggest.
+
+    Where entries of a container have containers of repeated blocks inside, a forward shows whether
+    these blocks run one after the other, and are units.
+    """
+    closed, known = set[str](), set[str]()
+    while nested := {
+        name: entries
+        for name, entries in RepeatedBlocks(step.model, closed).nested().items()
+        if name not in known
+    }:
+        closed |= side_by_side(step, nested)
+        known |= nested.keys()
+    return candidates(step.model, closed) if known else names
 
 
 def levels_of(module: nn.Module) -> tuple[str, ...]:
@@ -43,49 +67,31 @@ def has_levels(module: nn.Module) -> bool:
     return any(_offered(child) is not None for child in module.modules())
 
 
-def candidates(model: nn.Module) -> list[str]:
+def candidates(model: nn.Module, closed: Collection[str] = ()) -> list[str]:
     """Return the names of the modules that may be units, in order of definition.
 
-    The entries of an nn.Sequential, nn.ModuleList or nn.ModuleDict, and of those inside them, but
-    that an nn.Sequential of layers beside as many others is a unit; and modules outside of these
-    that offer levels, such as a head with its loss. Where the rest of the model has more layers
-    with parameters than these (a body of attributes, a head that is a Sequential), the rest, too.
-    Where there are none of these: the fused layers; else the model's own children. A module that is
-    there twice has its first name.
+    A container (nn.Sequential, nn.ModuleList, nn.ModuleDict) has repeated blocks if two of its
+    entries have one class, and two weights each. The entries of containers are units, but those
+    with repeated blocks inside: in their place, the entries of the containers inside, and modules
+    with parameters beside these. An nn.Sequential of layers beside as many others is a unit.
+    Modules outside of containers are units if they offer levels, such as a head with its loss, or
+    if they have more layers with parameters than the containers (a body of attributes, a head that
+    is a Sequential). Without any containers the units are the fused layers, else the model's
+    children. A module that is registered twice has its first name.
+
+    closed: names of containers whose entries run side by side, and are no units.
     """
-    count = len(model) if _is_container(model) else 0  # type: ignore[arg-type]  # sized
-    found = [*_walk("", model, count)]
-    inside = [(name, m) for name, m, is_inside in found if is_inside]
-    rest = [m for _, m, is_inside in found if not is_inside]
+    modules = [*RepeatedBlocks(model, closed).walk()]
+    inside = [(name, m) for name, m, is_inside in modules if is_inside]
+    outside = [m for _, m, is_inside in modules if not is_inside]
     if inside:
-        takes_all = _layers(rest) > _layers(m for _, m in inside)
-        inside = [(n, m) for n, m, is_inside in found if is_inside or takes_all or levels_of(m)[1:]]
+        takes_all = _layers(outside) > _layers(m for _, m in inside)
+        inside = [
+            (n, m) for n, m, is_inside in modules if is_inside or takes_all or levels_of(m)[1:]
+        ]
     inside = inside or [*_fused("", model)] or [*model.named_children()]
     first = {module: name for name, module in reversed(inside)}
     return [name for name, module in inside if first.pop(module, None) == name]
-
-
-def _walk(prefix: str, module: nn.Module, count: int) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the modules into which another falls, and whether each is in a container.
-
-    count: of the modules in the innermost container around, 0 outside of any.
-    """
-    for name, child in module.named_children():
-        name = f"{prefix}{name}"
-        if _is_container(child) and not _is_block(child, count):
-            yield from _walk(f"{name}.", child, len(child))  # type: ignore[arg-type]  # sized
-        elif count or not any(map(_is_container, child.modules())):
-            yield name, child, count > 0
-        else:
-            yield from _walk(f"{name}.", child, 0)
-
-
-def _is_block(module: nn.Module, count: int) -> bool:
-    """Whether it is a Sequential of layers, one of `count` modules, that is no longer than that."""
-    if not isinstance(module, nn.Sequential) or len(module) > count:
-        return False
-    # several with children of their own are a stage of blocks
-    return sum(any(child.children()) for child in module) < 2
 
 
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -94,12 +100,6 @@ def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{prefix}{name}", child
         else:
             yield from _fused(f"{prefix}{name}.", child)
-
-
-def _is_container(module: nn.Module) -> bool:
-    # one of a single module is none; a fused Sequential computes its children together
-    container = isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-    return container and len(module) > 1 and _offered(module) is None
 
 
 def _layers(modules: Iterable[nn.Module]) -> int:
