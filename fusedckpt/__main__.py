@@ -1,4 +1,9 @@
-"""`python -m fusedckpt [module:factory]`: versions, paths, and what `fuse` finds in a model."""
+"""`python -m fusedckpt [module:factory]`: versions, paths, and the report of `fuse` on a model.
+
+With --batch, --seq or --dtype it estimates the memory of a training step, without allocating it:
+
+    python -m fusedckpt mine:llama --batch 8 --seq 4096 --dtype bfloat16
+"""
 
 from __future__ import annotations
 
@@ -14,13 +19,18 @@ import torch
 from torch import nn
 
 import fusedckpt
+from fusedckpt.reporting.estimate import estimate
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print versions and the path of every function; with a factory, a report of its model."""
-    parser = argparse.ArgumentParser(prog="python -m fusedckpt", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedckpt",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "factory",
         nargs="?",
@@ -28,17 +38,32 @@ def main(arguments: list[str] | None = None) -> int:
         help="a function without arguments that returns a model, or a tuple that begins with one, "
         "which is fused and named part by part; MODULE is importable from the working directory",
     )
-    spec = parser.parse_args(arguments).factory
+    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=dtypes, help="default dtype of the factory")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim: AdamW")
+    options = parser.parse_args(arguments)
+    spec, sizes = options.factory, (options.batch, options.seq, dtypes.get(options.dtype))
     print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
-    print(*_paths("cpu"), sep="\n")
-    for number in range(torch.cuda.device_count()):
-        print(*_paths(f"cuda:{number}"), sep="\n")
+    is_estimate = any(size is not None for size in sizes)
+    if not is_estimate:
+        print(*_paths("cpu"), sep="\n")
+        for number in range(torch.cuda.device_count()):
+            print(*_paths(f"cuda:{number}"), sep="\n")
     if spec is None:
-        return 0
+        return parser.error("an estimate needs MODULE:FACTORY") if is_estimate else 0
     try:
         factory = _factory(spec)
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"{spec}: {error}")
+    if is_estimate:
+        try:
+            found = estimate(factory, *sizes, optimizer=options.optimizer)
+        except (TypeError, ValueError) as error:
+            parser.error(f"{spec}: {error}")
+        print(found.report, found, sep="\n\n")
+        return 0
     made = factory()
     model = made[0] if isinstance(made, (tuple, list)) and made else made
     if not isinstance(model, nn.Module):

@@ -24,6 +24,7 @@ ALLOWED = {
     },
     "reporting": {"autograd", "allocations", "memory", "layers", "checkpointing", "fusing"},
     "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
+    "__main__": {"reporting"},
     "integrations": {"autograd", "blocks", "checkpointing", "fusing", "reporting", "planning"},
 }
 
