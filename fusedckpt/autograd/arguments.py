@@ -57,7 +57,8 @@ def integer(name: str, key: str, given: Any, least: int = 0, most: int = LARGEST
     value = given
     if type(given) is not int and not isinstance(given, torch.SymInt):
         try:
-            value = None if isinstance(given, bool) else operator.index(given)
+            # numpy before 2.3 takes its booleans for integers
+            value = None if isinstance(given, bool | np.bool_) else operator.index(given)
         except (TypeError, RuntimeError):
             # RuntimeError: a tensor on meta
             value = None

@@ -362,6 +362,18 @@ def schema_of(op: Any) -> Any:
     return op._schema
 
 
+# torch 2.11 does not tag them as functions of single elements
+_UNTAGGED = {
+    f"aten::{name}"
+    for name in ("leaky_relu", "leaky_relu_", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "selu_")
+}
+
+
+def is_pointwise(op: Any) -> bool:
+    """Whether an op is a function of single elements."""
+    return torch.Tag.pointwise in op.tags or op.name() in _UNTAGGED
+
+
 def fsdp_parameters(module: nn.Module) -> list[Any]:
     """Return the record that FSDP2 holds for each parameter of a module. Without it none."""
     if not hasattr(module, "_get_fsdp_state"):

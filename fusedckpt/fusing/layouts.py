@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.autograd.private import pytree, schema_of
+from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
 from fusedckpt.fusing.held import Block, Weight
 from fusedckpt.fusing.recording import Node, Recording, record, walk
 from fusedckpt.fusing.replica import takes_one, undisturbed
@@ -84,7 +84,7 @@ def is_bent(recording: Recording) -> bool:
     """
     kinds = ("point", "other")
     ops = [n for n in recording.nodes if n.kind in kinds and not isinstance(n.op, str)]
-    if any(torch.Tag.pointwise not in node.op.tags for node in ops if node.kind == "other"):
+    if not all(is_pointwise(node.op) for node in ops if node.kind == "other"):
         return False
     return any(node.name.rstrip("_") not in _LINES for node in ops)
 

@@ -20,7 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
+from fusedckpt.autograd.private import (
+    TorchDispatchMode,
+    is_pointwise,
+    pytree,
+    schema_of,
+    storage_key,
+)
 from fusedckpt.fusing.held import Log, spied
 from fusedckpt.fusing.replica import Path, undisturbed
 from fusedckpt.layers.fallbacks import NotFused
@@ -327,7 +333,7 @@ class _Recorder(TorchDispatchMode):
 
     def _point(self, call: _Call, made: Tensor) -> Node | None:
         """Return the node of an elementwise op on tensors of one shape."""
-        if torch.Tag.pointwise not in call.func.tags or {one.kind for one in call.of} == {"number"}:
+        if not is_pointwise(call.func) or {one.kind for one in call.of} == {"number"}:
             return None
         fits = (
             node.kind == "number" or (tensor.shape == made.shape and node.kind in _ROWS)
