@@ -7,6 +7,7 @@ Reads a request per line, the arguments of one of REQUESTS as JSON, and prints a
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -72,6 +73,9 @@ REQUESTS: dict[str, Callable[..., Any]] = {
 def main() -> None:
     """Answer requests until there are none."""
     torch.set_num_threads(1)
+    # bound instructions are many small objects that live on
+    gc.freeze()
+    gc.set_threshold(50_000, 10, 100)
     # what a kernel leaves unwritten is NaN
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]

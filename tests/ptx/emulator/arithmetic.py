@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from . import floats, integers
-from .binding import Binding, Call
+from .binding import Binding, Call, kinds_in
 from .floats import TYPES
 from .forms import UnknownInstruction
 
@@ -41,9 +42,11 @@ _INTEGERS: dict[str, tuple[int, Callable[..., Any]]] = {
 
 def bind_arithmetic(b: Binding) -> Call:
     """Apply a function to registers, the result to a register."""
-    function, kinds, result = _function(b)
-    write = b.target(b.operands[0], result)
+    function, kinds, result = _function(b.instruction.name)
     sources = [b.source(text, kind) for text, kind in zip(b.operands[1:], kinds, strict=True)]
+    if isinstance(function, np.ufunc):
+        return _in_place(function, sources, b.place(b.operands[0], result))
+    write = b.target(b.operands[0], result)
     if len(sources) == 1:
         (x,) = sources
         return lambda mask: write(function(x), mask)
@@ -54,10 +57,21 @@ def bind_arithmetic(b: Binding) -> Call:
     return lambda mask: write(function(x, y, z), mask)
 
 
-def _function(b: Binding) -> Function:
-    opcode, kind = b.instruction.opcode, b.kind
+def _in_place(function: np.ufunc, sources: list[Any], place: Array) -> Call:
+    """Let NumPy write the result to the register itself."""
+
+    def run(mask: Any) -> None:
+        function(*sources, out=place, where=True if mask is None else mask)
+
+    return run
+
+
+@cache
+def _function(name: str) -> Function:
+    opcode, *words = name.split(".")
+    kind = kinds_in(name)[-1]
     if opcode in ("mul", "mad") and TYPES[kind].kind in "iu" and kind[0] in "us":
-        return _integer_product(b)
+        return _integer_product(opcode, kind, words)
     if opcode == "selp":
         return (lambda x, y, p: np.where(p, x, y)), [kind, kind, "pred"], kind
     if opcode in ("shl", "shr"):
@@ -70,7 +84,7 @@ def _function(b: Binding) -> Function:
     if opcode == "prmt":
         return integers.permute_bytes, ["u32"] * 3, "u32"
     if kind == "f32":
-        return _float_function(b)
+        return _float_function(opcode, words)
     if kind.startswith(("bf16", "f16")):
         return _half_function(opcode, kind)
     count, function = _INTEGERS[opcode]
@@ -89,33 +103,31 @@ def _half_function(opcode: str, kind: str) -> Function:
     return run, ["b16"] * count, "b16"
 
 
-def _float_function(b: Binding) -> Function:
-    opcode = b.instruction.opcode
+def _float_function(opcode: str, words: list[str]) -> Function:
     if opcode == "fma":
-        rounding = next(word for word in ("rn", "rm", "rp", "rz") if b.has(word))
+        rounding = next(word for word in ("rn", "rm", "rp", "rz") if word in words)
         count, function = 3, lambda x, y, z: floats.fma(x, y, z, rounding)
     elif opcode in ("min", "max"):
         # without NaN in the name, the other operand is the result
         named = {"min": (np.fmin, np.minimum), "max": (np.fmax, np.maximum)}
-        count, function = 2, named[opcode][b.has("NaN")]
+        count, function = 2, named[opcode]["NaN" in words]
     elif opcode in ("div", "rcp", "sqrt"):
-        count, function = _DIVISIONS[opcode, b.has("rn")]
+        count, function = _DIVISIONS[opcode, "rn" in words]
     elif opcode in _FLOATS:
         # add.rn forbids contraction, nothing more
         count, function = _FLOATS[opcode]
     else:
-        raise UnknownInstruction(b.text)
-    return floats.flushing(function) if b.has("ftz") else function, ["f32"] * count, "f32"
+        raise UnknownInstruction(".".join([opcode, *words]))
+    return floats.flushing(function) if "ftz" in words else function, ["f32"] * count, "f32"
 
 
-def _integer_product(b: Binding) -> Function:
-    kind = b.kind
-    product, result = (integers.high_product if b.has("hi") else np.multiply), kind
-    if b.has("wide"):
+def _integer_product(opcode: str, kind: str, words: list[str]) -> Function:
+    product, result = (integers.high_product if "hi" in words else np.multiply), kind
+    if "wide" in words:
         result = f"{kind[0]}{2 * int(kind[1:])}"
         wide = TYPES[result]
         product = lambda x, y: np.multiply(x, y, dtype=wide)  # noqa: E731
-    if b.instruction.opcode == "mul":
+    if opcode == "mul":
         return product, [kind] * 2, result
     return (lambda x, y, z: product(x, y) + z), [kind, kind, result], result
 
@@ -187,6 +199,8 @@ def bind_setp(b: Binding) -> Call:
         read = lambda x: floats.widen(x, kind)  # noqa: E731
     elif b.has("ftz"):
         read = floats.flush
+    elif isinstance(holds, np.ufunc):
+        return _in_place(holds, [first, second], b.unit.registers[to[0]])
     return lambda mask: writes[0](holds(read(first), read(second)), mask)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ BARRIER, EXIT, SPIN = -1, -2, -3
 _ADDRESS = re.compile(r"\[\s*([%\w$@.]+)\s*(?:\+\s*(-?\w+))?\s*\]")
 
 
+@cache
 def constant(text: str, dtype: np.dtype) -> Any:
     """Return the number that a literal means in a dtype."""
     if re.fullmatch(r"0[fF][0-9a-fA-F]{8}", text):
@@ -37,6 +39,12 @@ def constant(text: str, dtype: np.dtype) -> Any:
     return bits.view(dtype)[()]
 
 
+@cache
+def kinds_in(name: str) -> list[str]:
+    """Return the types in the name of an instruction, in order."""
+    return [word for word in name.split(".")[1:] if word in TYPES]
+
+
 class Binding:
     """One instruction and the unit of lanes that executes it."""
 
@@ -44,9 +52,9 @@ class Binding:
         self.instruction, self.unit, self.text = instruction, unit, instruction.text
         self.operands, self.has = instruction.operands, instruction.has
         # the types in the name; the last one is the operands'
-        self.kinds = [word for word in instruction.words[1:] if word in TYPES]
+        self.kinds = kinds_in(instruction.name)
         self.kind = self.kinds[-1] if self.kinds else "b32"
-        self.every = np.arange(unit.lanes)
+        self.every = unit.every
 
     def source(self, text: str, kind: str) -> Any:
         """Return a live view of a register, or a number."""
@@ -59,12 +67,16 @@ class Binding:
         # the only array in shared memory starts at 0
         return dtype.type(0) if text in self.unit.program.shared else constant(text, dtype)
 
+    def place(self, text: str, kind: str) -> Array:
+        """Return a live view of a register, in its own type if the kind has another width."""
+        register, dtype = self.unit.registers[text], TYPES[kind]
+        return register.view(dtype) if register.dtype.itemsize == dtype.itemsize else register
+
     def target(self, text: str, kind: str) -> Callable[[Any, Any], None]:
         """Return a function that writes a value to the lanes of a mask."""
         if text == "_":
             return lambda value, mask: None
-        register, dtype = self.unit.registers[text], TYPES[kind]
-        place = register.view(dtype) if register.dtype.itemsize == dtype.itemsize else register
+        place = self.place(text, kind)
 
         def write(value: Any, mask: Any) -> None:
             if mask is None:
@@ -83,15 +95,23 @@ class Binding:
         """Return the numbers of a mask's lanes."""
         return self.every if mask is None else np.nonzero(mask)[0]
 
-    def whole_warps(self, mask: Any) -> Array:
-        """Return a mask's lanes, which must be whole warps."""
+    def index(self, mask: Any) -> Any:
+        """Return an index of a mask's lanes: of all of them one that copies nothing."""
+        return slice(None) if mask is None else np.nonzero(mask)[0]
+
+    def check_warps(self, mask: Any) -> None:
+        """Raise unless a mask's lanes are whole warps."""
         if mask is not None:
             warps = mask.reshape(-1, 32)
             if (warps.any(1) & ~warps.all(1)).any():
                 raise Fault(f"{self.text}: a warp that has diverged")
+
+    def whole_warps(self, mask: Any) -> Array:
+        """Return the numbers of a mask's lanes, which must be whole warps."""
+        self.check_warps(mask)
         return self.lanes(mask)
 
-    def address(self, text: str) -> Callable[[Array], Array]:
+    def address(self, text: str) -> Callable[[Any], Array]:
         """Return a function from lanes to their addresses."""
         base, offset = address_parts(text)
         if base in self.unit.program.shared or base.isdigit():
@@ -102,6 +122,7 @@ class Binding:
         return lambda lanes: register[lanes].astype(np.int64) + offset
 
 
+@cache
 def address_parts(text: str) -> tuple[str, int]:
     """Split `[base + offset]`."""
     parts = _ADDRESS.fullmatch(text)

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -30,6 +31,10 @@ _FORMATS = {
     "i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H",
     "u32": "I", "u64": "Q", "fp32": "f", "f32": "f", "fp64": "d",
 }  # fmt: skip
+
+
+# cases that follow one another share kernels; a program holds the registers of its units
+_parse_once = lru_cache(32)(parse)
 
 
 class Ran(NamedTuple):
@@ -74,7 +79,9 @@ class Emulator:
 
     def _program_of(self, kernel: Any) -> Program:
         if kernel.hash not in self.programs:
-            program = self.programs[kernel.hash] = parse(kernel.asm["ptx"])
+            ptx = kernel.asm["ptx"]
+            program = _parse_once(ptx) if self.change is None else parse(ptx)
+            self.programs[kernel.hash] = program
             if self.change is not None:
                 self.change(program)
         return self.programs[kernel.hash]

@@ -78,10 +78,15 @@ class Unit:
         self.block, self.thread, self.lanes = block, thread, len(thread)
         self.warp, self.steps = thread // 32, 0
         self.ctaid = np.zeros((3, self.lanes), np.uint32)
+        self.every = np.arange(self.lanes)
+        # blocks of the grid along x, y and z; a bound instruction reads them
+        self.nctaid = np.zeros((3, self.lanes), np.uint32)
+        self.stores: list[Array] = []
         self.registers: dict[str, Array] = {}
         for name, (kind, count) in program.registers.items():
             names = [f"{name}{i}" for i in range(count)] if count else [name]
             store = np.zeros((len(names), self.lanes), TYPES[_WIDTHS[kind]])
+            self.stores.append(store)
             self.registers.update(zip(names, store, strict=True))
         # a branch to the end of the kernel finds the last of these
         self.code: list[Call] = [*(bind(i, self) for i in program.instructions), lambda mask: EXIT]
@@ -89,9 +94,9 @@ class Unit:
     def begin(self, ctaid: Array, runs: Array | None) -> None:
         """Put the lanes of `runs`, or all, at the first instruction of the blocks `ctaid`."""
         self.ctaid[...] = ctaid
-        for register in self.registers.values():
+        for store in self.stores:
             # NaN in every type
-            register.view(np.uint8)[...] = 0 if register.dtype == bool else 0xFF
+            store.view(np.uint8)[...] = 0 if store.dtype == bool else 0xFF
         # lanes at one instruction: its number, and a mask, None for all
         self.running: list[tuple[int, Any]] = [(0, runs)]
         self.waiting: list[tuple[int, Any]] = []
@@ -113,7 +118,7 @@ class Unit:
             "%tid": lambda: full(0) if number else self.thread.astype(np.uint32),
             "%ntid": lambda: full(1 if number else self.launch.threads),
             "%ctaid": lambda: self.ctaid[number],
-            "%nctaid": lambda: full(self.launch.grid[number]),
+            "%nctaid": lambda: self.nctaid[number],
             "%laneid": lambda: (self.thread % 32).astype(np.uint32),
             "%warpid": lambda: self.warp.astype(np.uint32),
         }[base]()
@@ -200,7 +205,7 @@ def run(
 
 def _units(program: Program, launch: Launch, together: int, by_warp: bool) -> list[Unit]:
     """Return the units of some blocks, of an earlier launch if it was alike: binding takes long."""
-    key = launch.grid, launch.threads, together, by_warp
+    key = launch.threads, together, by_warp
     if key not in program.units:
         every = np.arange(together * launch.threads)
         parts = np.split(every, launch.threads // 32) if by_warp else [every]
@@ -208,6 +213,7 @@ def _units(program: Program, launch: Launch, together: int, by_warp: bool) -> li
         program.units[key] = [Unit(program, launch, *place) for place in places]
     for unit in program.units[key]:
         unit.launch, unit.steps = launch, 0
+        unit.nctaid[...] = np.array(launch.grid)[:, None]
     return program.units[key]
 
 

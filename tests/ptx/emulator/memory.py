@@ -28,7 +28,14 @@ class _WholeProcess:
 
 
 _BYTES = np.asarray(_WholeProcess())
-_VIEWS = {size: _BYTES[: len(_BYTES) // 16 * 16].view(f"u{size}") for size in (1, 2, 4, 8)}
+
+
+def _views(memory: Array) -> dict[int, Array]:
+    """Return bytes as words of each size; of 16 bytes in a type that NumPy copies at once."""
+    return {1: memory} | {n: memory.view(f"u{n}") for n in (2, 4, 8)} | {16: memory.view("c16")}
+
+
+_VIEWS = _views(_BYTES[: len(_BYTES) // 16 * 16])
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
@@ -51,11 +58,19 @@ class GlobalMemory:
         self.lows = np.array([low for low, _ in merged] or [0], np.int64)
         self.highs = np.array([high for _, high in merged] or [0], np.int64)
 
-    def _index(self, address: Array, size: int, count: int, text: str) -> Array:
-        """Return the indices [lanes, count] of words, or raise what a sanitizer would report."""
-        address, nbytes = address.view(np.int64), size * count
-        if (address & (nbytes - 1)).any():
+    def _index(self, address: Array, nbytes: int, text: str) -> Array:
+        """Return the numbers of an access's words, or raise what a sanitizer would report."""
+        address = address.view(np.int64)
+        if np.bitwise_or.reduce(address, initial=0) & (nbytes - 1):
             raise Fault(f"{text}: address not aligned to {nbytes} bytes")
+        self._check_bounds(address, nbytes, text)
+        return (address - _START) >> (nbytes.bit_length() - 1)
+
+    def _check_bounds(self, address: Array, nbytes: int, text: str) -> None:
+        near = np.searchsorted(self.lows, address[0], "right") - 1
+        if self.lows[near] <= address.min() and address.max() + nbytes <= self.highs[near]:
+            # all in the tensor of the first lane
+            return
         place = np.searchsorted(self.lows, address, "right") - 1
         wrong = (place < 0) | (address + nbytes > self.highs[place])
         if wrong.any():
@@ -66,16 +81,18 @@ class GlobalMemory:
                 f"{text}: {int(wrong.sum())} lanes out of bounds, the first "
                 f"{first - low} bytes from the start of a tensor of {high - low}"
             )
-        return ((address - _START) // size)[:, None] + np.arange(count)
 
     def load(self, address: Array, size: int, count: int, text: str) -> Array:
         """Return [lanes, count] words of `size` bytes."""
-        return _VIEWS[size][self._index(address, size, count, text)]
+        nbytes = size * count
+        words = _VIEWS[nbytes][self._index(address, nbytes, text)]
+        return words.view(f"u{size}").reshape(-1, count)
 
     def store(self, address: Array, words: Array, text: str) -> None:
         """Write words [lanes, count]."""
-        index = self._index(address, words.itemsize, words.shape[1], text)
-        _VIEWS[words.itemsize][index] = words
+        nbytes = words.itemsize * words.shape[1]
+        view = _VIEWS[nbytes]
+        view[self._index(address, nbytes, text)] = words.reshape(-1).view(view.dtype)
 
 
 class SharedMemory:
@@ -92,7 +109,7 @@ class SharedMemory:
         # the warp's number and one, 0 where a fence came after
         self.unfenced = np.zeros((blocks, self.size // 16 if proxies else 0), np.int16)
         self.bytes = np.full(blocks * self.size, 0xFF, np.uint8)
-        self.views = {n: self.bytes.view(f"u{n}") for n in (1, 2, 4, 8)}
+        self.views = _views(self.bytes)
         granules = len(self.bytes) // 2 if races else 0
         self.written = np.full(granules, -1, np.int32)
         self.writer = np.zeros(granules, np.int32)
@@ -107,10 +124,11 @@ class SharedMemory:
 
     def place(self, address: Array, block: Array, size: int, text: str) -> Array:
         """Return where in `bytes` the addresses of blocks lie."""
-        address = address.astype(np.int64)
-        if (address & (size - 1)).any():
+        address = address.astype(np.int64, copy=False)
+        if np.bitwise_or.reduce(address, initial=0) & (size - 1):
             raise Fault(f"{text}: shared address not aligned to {size} bytes")
-        if ((address < 0) | (address + size > self.size)).any():
+        # read as unsigned, a negative address is beyond, too
+        if address.view(np.uint64).max(initial=0) + size > self.size:
             raise Fault(f"{text}: shared address beyond {self.size}: {int(address.max())}")
         return address + block * self.size
 
@@ -178,9 +196,12 @@ class SharedMemory:
 
     def load(self, place: Array, size: int, count: int) -> Array:
         """Return [lanes, count] words of `size` bytes."""
-        return self.views[size][(place // size)[:, None] + np.arange(count)]
+        nbytes = size * count
+        words = self.views[nbytes][place >> (nbytes.bit_length() - 1)]
+        return words.view(f"u{size}").reshape(-1, count)
 
     def store(self, place: Array, words: Array) -> None:
         """Write words [lanes, count]."""
-        index = (place // words.itemsize)[:, None] + np.arange(words.shape[1])
-        self.views[words.itemsize][index] = words
+        nbytes = words.itemsize * words.shape[1]
+        view = self.views[nbytes]
+        view[place >> (nbytes.bit_length() - 1)] = words.reshape(-1).view(view.dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from . import hopper, transfers, warps
 from .arithmetic import bind_arithmetic, bind_cvt, bind_cvta, bind_mov, bind_setp
 from .binding import EXIT, Binding, Call
@@ -56,10 +58,11 @@ def bind(instruction: Instruction, unit: Any) -> Call:
     def guarded(mask: Any) -> Any:
         inside = ~holds if negated else holds
         inside = inside if mask is None else inside & mask
-        if inside.all():
+        count = np.count_nonzero(inside)
+        if count == unit.lanes:
             return call(None)
         # a copy: the instruction may write the predicate
-        return call(inside.copy()) if inside.any() else None
+        return call(inside.copy()) if count else None
 
     return guarded
 
@@ -75,9 +78,12 @@ def _branch(instruction: Instruction, unit: Any) -> Call:
 
     def branch(mask: Any) -> Any:
         jumping = ~holds if negated else holds.copy()
-        taken, rest = (jumping, ~jumping) if mask is None else (jumping & mask, ~jumping & mask)
-        if not rest.any():
+        taken = jumping if mask is None else jumping & mask
+        count = np.count_nonzero(taken)
+        if not count:
+            return None
+        if count == (unit.lanes if mask is None else np.count_nonzero(mask)):
             return target
-        return (target, taken, rest) if taken.any() else None
+        return target, taken, ~jumping if mask is None else ~jumping & mask
 
     return branch

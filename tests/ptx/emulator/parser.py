@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 _COMMENTS = re.compile(r"//[^\n]*|^\s*\.(?:loc|file|pragma)[^\n]*", re.M)
 _STATEMENTS = re.compile(r"\s*(?:[{}](?=\s)|[\w$]+:(?!:)|[^;]+;)")
+_BRACKET = re.compile(r"[{[(]")
+_SEPARATOR = re.compile(r"\s*,\s*")
+_LABEL = re.compile(r"[\w$]+:")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%\w$@]+)\s+)?([\w.:]+)\s*(.*)", re.S)
 
 
 @dataclass
 class Instruction:
-    """One instruction: the words of its name, and its operands, where a vector is a tuple."""
+    """One instruction."""
 
-    words: list[str]
+    # the whole, such as `ld.global.v4.b32`
+    name: str
+    # a vector is a tuple
     operands: list[Any]
     predicate: str | None = None
     negated: bool = False
     text: str = ""
+    # of the name; the first one is the opcode
+    words: list[str] = field(init=False)
+    opcode: str = field(init=False)
 
-    @property
-    def opcode(self) -> str:
-        """The first word, such as `ld`."""
-        return self.words[0]
-
-    @property
-    def name(self) -> str:
-        """The whole name, such as `ld.global.v4.b32`."""
-        return ".".join(self.words)
+    def __post_init__(self):
+        self.words = _words(self.name)
+        self.opcode = self.words[0]
 
     def has(self, *words: str) -> bool:
         """Whether the name has one of these words."""
         return any(word in self.words for word in words)
+
+
+@cache
+def _words(name: str) -> list[str]:
+    return name.split(".")
 
 
 @dataclass
@@ -94,7 +102,7 @@ def _parse_statement(
             if depth:
                 scope[name] = scoped
             program.registers[scoped] = register
-    elif re.fullmatch(r"[\w$]+:", line):
+    elif _LABEL.fullmatch(line):
         name = line[:-1]
         if depth:
             scope[name] = f"{name}@{scopes}"
@@ -120,14 +128,20 @@ def parse_instruction(line: str) -> Instruction:
     match = _INSTRUCTION.match(line)
     assert match, line
     negated, predicate, name, operands = match.groups()
-    # `.shared` alone means `.shared::cta`
-    words = name.replace("shared::cta", "shared").replace("::", "_").split(".")
     parts = [_operand(part) for part in _split(operands)]
-    return Instruction(words, parts, predicate, bool(negated), line)
+    return Instruction(_plain(name), parts, predicate, bool(negated), line)
+
+
+@cache
+def _plain(name: str) -> str:
+    """Return a name without colons: `.shared` alone means `.shared::cta`."""
+    return name.replace("shared::cta", "shared").replace("::", "_")
 
 
 def _split(text: str) -> list[str]:
     """Split operands at the commas outside of brackets."""
+    if not _BRACKET.search(text):
+        return _SEPARATOR.split(text.strip()) if text else []
     parts, depth, start = [], 0, 0
     for index, char in enumerate(text):
         depth += char in "{[("

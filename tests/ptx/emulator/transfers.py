@@ -43,7 +43,7 @@ def bind_ld(b: Binding) -> Call:
     registers = b.registers_of(to)
     is_signed = TYPES[b.kind].kind == "i"
 
-    def put(lanes: Array, words: Array) -> None:
+    def put(lanes: Any, words: Array) -> None:
         for index, register in enumerate(registers):
             if register is None:
                 continue
@@ -59,12 +59,12 @@ def bind_ld(b: Binding) -> Call:
     address, unit = b.address(place), b.unit
     if b.has("global"):
         return lambda mask: put(
-            lanes := b.lanes(mask),
+            lanes := b.index(mask),
             unit.launch.memory.load(address(lanes), size, count, b.text),
         )
 
     def load_shared(mask: Any) -> None:
-        lanes, shared = b.lanes(mask), unit.launch.shared
+        lanes, shared = b.index(mask), unit.launch.shared
         at = shared.place(address(lanes), unit.block[lanes], size * count, b.text)
         shared.note_read(at, unit.warp[lanes], size * count, b.text)
         put(lanes, shared.load(at, size, count))
@@ -76,9 +76,9 @@ def _load_param(b: Binding, place: str, size: int, count: int, put: Any) -> Call
     name, offset = address_parts(place)
 
     def load(mask: Any) -> None:
-        data, lanes = b.unit.launch.params[name].data[offset:][: size * count], b.lanes(mask)
-        words = np.frombuffer(data, f"u{size}")
-        put(lanes, np.broadcast_to(words, (len(lanes), count)).copy())
+        data = b.unit.launch.params[name].data[offset:][: size * count]
+        # one row for all lanes
+        put(b.index(mask), np.frombuffer(data, f"u{size}")[None])
 
     return load
 
@@ -92,19 +92,19 @@ def bind_st(b: Binding) -> Call:
     parts = [registers[n] if n in registers else b.source(n, b.kind) for n in names]
     address, unit = b.address(place), b.unit
 
-    def gathered(lanes: Array) -> Array:
-        words = np.empty((len(lanes), count), f"u{size}")
+    def gathered(lanes: Any) -> Array:
+        words = np.empty((len(b.every[lanes]), count), f"u{size}")
         for index, part in enumerate(parts):
             # of a wider register the low bytes
             words[:, index] = part[lanes] if np.ndim(part) else np.asarray(part).view(f"u{size}")
         return words
 
     def store_global(mask: Any) -> None:
-        lanes = b.lanes(mask)
+        lanes = b.index(mask)
         unit.launch.memory.store(address(lanes), gathered(lanes), b.text)
 
     def store_shared(mask: Any) -> None:
-        lanes, shared = b.lanes(mask), unit.launch.shared
+        lanes, shared = b.index(mask), unit.launch.shared
         at = shared.place(address(lanes), unit.block[lanes], size * count, b.text)
         words = gathered(lanes)
         shared.note_write(at, unit.warp[lanes], size * count, b.text, words)

@@ -10,8 +10,6 @@ from . import floats
 from .binding import BARRIER, Binding, Call
 
 Array = np.ndarray
-# of a fragment: a lane's row, its pair of columns
-GROUP, PAIR = np.arange(32) // 4, np.arange(32) % 4
 
 
 def bind_shfl(b: Binding) -> Call:
@@ -25,9 +23,10 @@ def bind_shfl(b: Binding) -> Call:
     )
     lane = b.every % 32
 
-    def shuffle(mask: Any) -> None:
-        b.whole_warps(mask)
-        offset, bounds = np.asarray(by).astype(np.int64) & 31, np.asarray(clamp).astype(np.int64)
+    def places(offset: Any, bounds: Any) -> tuple[Array, Array]:
+        """Return the lane that each lane reads, and whether that is within its bounds."""
+        offset = np.asarray(offset).astype(np.int64) & 31
+        bounds = np.asarray(bounds).astype(np.int64)
         segment = (bounds >> 8) & 31
         last = (lane & segment) | (bounds & 31 & ~segment)
         other = {
@@ -37,7 +36,14 @@ def bind_shfl(b: Binding) -> Call:
             "idx": (lane & segment) | (offset & ~segment),
         }[mode]
         inside = other >= last if mode == "up" else other <= last
-        place = b.every - lane + np.where(inside, other, lane)
+        return b.every - lane + np.where(inside, other, lane), inside
+
+    # most read the same lane each time
+    fixed = places(by, clamp) if np.ndim(by) == np.ndim(clamp) == 0 else None
+
+    def shuffle(mask: Any) -> None:
+        b.check_warps(mask)
+        place, inside = fixed or places(by, clamp)
         write(np.broadcast_to(value, b.unit.lanes)[place], mask)
         if write_inside is not None:
             write_inside(inside, mask)
@@ -55,7 +61,7 @@ def bind_redux(b: Binding) -> Call:
     write, value = b.target(b.operands[0], b.kind), b.source(b.operands[1], b.kind)
 
     def reduce(mask: Any) -> None:
-        b.whole_warps(mask)
+        b.check_warps(mask)
         reduced = operator.reduce(value.reshape(-1, 32), axis=1, dtype=value.dtype)
         write(np.repeat(reduced, 32), mask)
 
@@ -69,7 +75,7 @@ def bind_elect(b: Binding) -> Call:
     is_first = b.every % 32 == 0
 
     def elect(mask: Any) -> None:
-        b.whole_warps(mask)
+        b.check_warps(mask)
         write_leader(0, mask)
         write_elected(is_first, mask)
 
@@ -138,33 +144,31 @@ def bind_stmatrix(b: Binding) -> Call:
     return store
 
 
-def numbers_of(words: list[Array], kind: str) -> list[Array]:
-    """Return the numbers in the registers of a fragment as float32, each [warps, 32]."""
+def numbers_of(registers: list[Array], lanes: Any, kind: str) -> Array:
+    """Return the numbers in a fragment's registers as float32.
+
+    Their axes: registers, warps, 8 groups of 4 lanes, the lanes, the numbers of a register.
+    """
+    words = np.stack([register[lanes] for register in registers])
     if kind == "tf32":
-        return [floats.cut_to_tf32(word).reshape(-1, 32) for word in words]
-    return [half.reshape(-1, 32) for word in words for half in floats.halves(word, kind)]
+        numbers = floats.cut_to_tf32(words)
+    else:
+        # the low half comes first
+        numbers = floats.widen(words.view(np.uint16), kind)
+    return numbers.reshape(len(registers), -1, 8, 4, 1 if kind == "tf32" else 2)
 
 
-def left_fragment(numbers: list[Array], depth: int, kind: str) -> Array:
+def left_fragment(numbers: Array, depth: int) -> Array:
     """Return x [warps, 16, depth] of the numbers that lanes hold."""
-    x = np.empty((numbers[0].shape[0], 16, depth), np.float32)
-    for index, value in enumerate(numbers):
-        if kind == "tf32":
-            x[:, GROUP + 8 * (index % 2), PAIR + 4 * (index // 2)] = value
-        else:
-            x[:, GROUP + 8 * (index // 2 % 2), 2 * PAIR + index % 2 + 8 * (index // 4)] = value
-    return x
+    registers, warps = numbers.shape[:2]
+    # of two registers that follow, the second is 8 rows below
+    halves = numbers.reshape(registers // 2, 2, *numbers.shape[1:])
+    return halves.transpose(2, 1, 3, 0, 4, 5).reshape(warps, 16, depth)
 
 
-def right_fragment(numbers: list[Array], depth: int, kind: str) -> Array:
+def right_fragment(numbers: Array, depth: int) -> Array:
     """Return w [warps, depth, 8] of the numbers that lanes hold."""
-    w = np.empty((numbers[0].shape[0], depth, 8), np.float32)
-    for index, value in enumerate(numbers):
-        if kind == "tf32":
-            w[:, PAIR + 4 * index, GROUP] = value
-        else:
-            w[:, 2 * PAIR + index % 2 + 8 * (index // 2), GROUP] = value
-    return w
+    return numbers.transpose(1, 0, 3, 4, 2).reshape(numbers.shape[1], depth, 8)
 
 
 def bind_mma(b: Binding) -> Call:
@@ -174,13 +178,14 @@ def bind_mma(b: Binding) -> Call:
     to, first, second, third = map(b.registers_of, b.operands)
 
     def multiply(mask: Any) -> None:
-        lanes = b.whole_warps(mask)
-        x = left_fragment(numbers_of([r[lanes] for r in first], kind), depth, kind)
-        w = right_fragment(numbers_of([r[lanes] for r in second], kind), depth, kind)
-        total = x.astype(np.float64) @ w
+        b.check_warps(mask)
+        lanes = b.index(mask)
+        x = left_fragment(numbers_of(first, lanes, kind), depth).astype(np.float64)
+        w = right_fragment(numbers_of(second, lanes, kind), depth).astype(np.float64)
+        # rows: halves and groups of lanes; columns: lanes and the registers of a half
+        total = (x @ w).reshape(-1, 2, 8, 4, 2)
         for index, (out, acc) in enumerate(zip(to, third, strict=True)):
-            part = total[:, GROUP + 8 * (index // 2), 2 * PAIR + index % 2]
-            part = part + acc[lanes].view(np.float32).reshape(-1, 32)
-            out[lanes] = part.astype(np.float32).view(np.uint32).ravel()
+            part = total[:, index // 2, :, :, index % 2].reshape(-1)
+            out[lanes] = (part + acc[lanes].view(np.float32)).astype(np.float32).view(np.uint32)
 
     return multiply

@@ -6,7 +6,9 @@ A product happens when its group is waited for, so it reads shared memory as lat
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from copy import copy
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from .binding import Binding, Call
 from .floats import TYPES
 from .hopper import swizzled
 from .memory import Fault
-from .warps import GROUP, PAIR, left_fragment, numbers_of
+from .warps import left_fragment, numbers_of
 
 Array = np.ndarray
 # bits 62 and 63 of a descriptor: bytes of a row that is swizzled
@@ -54,6 +56,28 @@ def _fence(b: Binding) -> Call:
     return fence
 
 
+@lru_cache(256)
+def addresses(descriptor: int, shape: tuple[int, int], size: int, turns: bool) -> Array:
+    """Return where the numbers [rows, depth] of an operand lie in the shared memory of a block.
+
+    The array belongs to the cache.
+    """
+    rows, depth = shape
+    start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
+    if descriptor >> 62 not in _SWIZZLES or descriptor >> 49 & 7:
+        raise NotImplementedError(f"wgmma descriptor {descriptor:#x}: layout")
+    width = _SWIZZLES[descriptor >> 62]
+    r, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
+    if turns:
+        # transposed: 8 of its depth form a piece, `width` bytes of rows each
+        across = width // size
+        address = start + r // across * leading + k // 8 * stride
+        address = address + k % 8 * width + r % across * size
+    else:
+        address = start + r // 8 * stride + r % 8 * width + k * size
+    return swizzled(address, width)
+
+
 class Operand:
     """An operand [rows, depth] in shared memory, as a descriptor names it.
 
@@ -63,22 +87,9 @@ class Operand:
     def __init__(
         self, unit: Any, block: int, descriptor: int, shape: tuple[int, int], kind: str, turns: bool
     ):
-        (rows, depth), size = shape, TYPES[kind].itemsize
-        self.shared, self.kind, self.size = unit.launch.shared, kind, size
-        start, leading, stride = ((descriptor >> bit & 0x3FFF) << 4 for bit in (0, 16, 32))
-        if descriptor >> 62 not in _SWIZZLES or descriptor >> 49 & 7:
-            raise NotImplementedError(f"wgmma descriptor {descriptor:#x}: layout")
-        width = _SWIZZLES[descriptor >> 62]
-        r, k = np.arange(rows)[:, None], np.arange(depth)[None, :]
-        if turns:
-            # transposed: 8 of its depth form a piece, `width` bytes of rows each
-            across = width // size
-            address = start + r // across * leading + k // 8 * stride
-            address = address + k % 8 * width + r % across * size
-        else:
-            address = start + r // 8 * stride + r % 8 * width + k * size
-        address = swizzled(address, width)
-        if address.max() + size > self.shared.size:
+        self.shared, self.kind, self.size = unit.launch.shared, kind, TYPES[kind].itemsize
+        address = addresses(descriptor, shape, self.size, turns)
+        if address.max() + self.size > self.shared.size:
             raise Fault("wgmma reads beyond shared memory")
         self.place = block * self.shared.size + address
 
@@ -96,7 +107,7 @@ class Operand:
 
     def read(self) -> Array:
         """Return its numbers as float32."""
-        words = self.shared.views[self.size][self.place // self.size]
+        words = self.shared.views[self.size][self.place >> (self.size.bit_length() - 1)]
         is_tf32 = self.kind == "tf32"
         return floats.cut_to_tf32(words) if is_tf32 else floats.widen(words, self.kind)
 
@@ -115,17 +126,27 @@ def _start_product(b: Binding) -> Call:
     left = b.registers_of(first) if in_registers else b.source(first, "u64")
     right, adds = b.source(second, "u64"), b.source(scale, "pred")
 
+    def groups(mask: Any) -> Iterator[Array]:
+        """Yield lanes that multiply at once: a warp group, a warp where races are checked."""
+        # of the four warps of a group each may name operands of its own
+        descriptors = [d for d in (None if in_registers else left, right) if np.ndim(d)]
+        is_whole = mask is None and unit.lanes % 128 == 0 and not unit.launch.shared.races
+        for lanes in b.whole_warps(mask).reshape(-1, 128 if is_whole else 32):
+            agree = all((d[lanes[::32]] == d[lanes[0]]).all() for d in descriptors)
+            yield from lanes.reshape(1 if agree else -1, -1 if agree else 32)
+
     def start(mask: Any) -> None:
         if not unit.products_fenced[b.whole_warps(mask)].all():
             raise Fault(f"{b.text}: no wgmma.fence since the last wait")
-        for lanes in b.whole_warps(mask).reshape(-1, 32):
+        for lanes in groups(mask):
             lane, warp = lanes[0], int(unit.warp[lanes[0]])
-            block, rows = int(unit.block[lane]), slice(16 * (warp % 4), 16 * (warp % 4) + 16)
+            # a warp has 16 of the 64 rows of its group
+            block, row = int(unit.block[lane]), 16 * (warp % 4)
             if in_registers:
-                x: Any = left_fragment(numbers_of([r[lanes] for r in left], kind), depth, kind)[0]
+                x: Any = left_fragment(numbers_of(left, lanes, kind), depth).reshape(-1, depth)
             else:
                 whole = Operand(unit, block, int(left[lane]), (64, depth), kind, left_turns)
-                x = whole.part(rows)
+                x = whole.part(slice(row, row + len(lanes) // 2))
                 x.note(warp, b.text)
                 unit.launch.shared.check_fenced(x.place, b.text)
             w = Operand(unit, block, int(right[lane]), (columns, depth), kind, right_turns)
@@ -141,9 +162,15 @@ def _start_product(b: Binding) -> Call:
                 operand.note(warp, b.text)
         left_numbers = x.read() if isinstance(x, Operand) else x
         total = left_numbers.astype(np.float64) @ w.read().T.astype(np.float64)
-        for index, register in enumerate(registers):
-            part = total[GROUP + 8 * (index // 2 % 2), 8 * (index // 4) + 2 * PAIR + index % 2]
-            part = part + register[lanes].view(np.float32) if add else part
-            register[lanes] = part.astype(np.float32).view(np.uint32)
+        # rows: warps, halves, groups of 4 lanes; columns: pieces of 8, lanes, neighbours. Registers
+        # go by piece, half and neighbour, each with a number per lane
+        total = total.reshape(-1, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
+        total = total.reshape(len(registers), len(lanes))
+        place = slice(lanes[0], lanes[-1] + 1)
+        if add:
+            before = np.stack([register[place] for register in registers])
+            total = total + before.view(np.float32)
+        for register, row in zip(registers, total.astype(np.float32).view(np.uint32), strict=True):
+            register[place] = row
 
     return start
