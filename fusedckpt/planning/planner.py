@@ -26,6 +26,7 @@ from fusedckpt.planning.survey import surveyed
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_count, check_model, in_a_row, names_of
 from fusedckpt.reporting.memory_report import check_step
+from fusedckpt.reporting.out_of_memory import note_plan
 from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
@@ -141,7 +142,9 @@ def plan(
         goal = _Goal(policy, limit, is_rest, assumed, frees_late, is_default, progress)
         return _planned(step, names, goal)
 
-    return broadcast(ranks, make)
+    made = broadcast(ranks, make)
+    note_plan(model, made)
+    return made
 
 
 def _accumulates(accumulate: Any) -> bool:

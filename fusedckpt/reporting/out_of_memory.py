@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
@@ -43,6 +43,46 @@ class LiveBlock(NamedTuple):
     line: str
 
 
+class MeasuredPlan(Protocol):
+    """A plan whose step was measured."""
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """Return the peak of a step, on the inputs that the plan was measured with."""
+        ...
+
+    @property
+    def extra_ms(self) -> float:
+        """Return the time that a step takes more than one that saves everything."""
+        ...
+
+
+# the plans of each model that were measured in this process
+_plans: WeakKeyDictionary[nn.Module, list[MeasuredPlan]] = WeakKeyDictionary()
+
+
+def note_plan(model: nn.Module, plan: MeasuredPlan) -> None:
+    """Note a plan of a model, for a report at an error."""
+    _plans.setdefault(model, []).append(plan)
+
+
+def way_that_fits(model: nn.Module, nbytes: int) -> str:
+    """Name the fastest measured plan that peaks within some bytes; "" where none was measured."""
+    plans = [plan for plan in _plans.get(model, ()) if plan.measured_bytes is not None]
+    if not plans:
+        return ""
+    least = min(plan.measured_bytes or 0 for plan in plans)
+    fitting = [plan for plan in plans if (plan.measured_bytes or 0) <= nbytes]
+    if not fitting:
+        return f"no measured plan fits into {size(nbytes)}: the least peak is {size(least)}"
+    plan = min(fitting, key=lambda plan: plan.extra_ms)
+    return (
+        f"fits into {size(nbytes)}: the plan that was measured to peak at "
+        f"{size(plan.measured_bytes or 0)}, {plan.extra_ms:.1f} ms a step slower than without, on "
+        "the inputs of that measurement: plan.apply(model)"
+    )
+
+
 @dataclass(frozen=True)
 class OutOfMemoryReport:
     """What lived on a device when a request failed. Sizes are bytes."""
@@ -57,6 +97,8 @@ class OutOfMemoryReport:
     running: str
     # the largest first
     live: tuple[LiveBlock, ...] = field(repr=False)
+    # a measured plan that fits into the memory that torch could have, see `way_that_fits`
+    way: str = ""
 
     @property
     def live_bytes(self) -> int:
@@ -84,6 +126,7 @@ class OutOfMemoryReport:
                 f"Out of memory on {self.device}, while {self.running} ran",
                 f"  requested {size(self.requested_bytes)}; tensors have {size(self.live_bytes)} "
                 f"of {size(self.total_bytes)}, {size(self.free_bytes)} are free",
+                *([f"  {self.way}"] if self.way else []),
                 "",
                 table(("module", "live", "share"), by_module, numbers=(1, 2)),
                 "",
@@ -98,6 +141,7 @@ class OutOfMemoryWatch:
     def __init__(self, model: nn.Module, device: torch.device):
         self.last: OutOfMemoryReport | None = None
         self.device = device
+        self._model = ref(model)
         self._calls = _Calls(model, device)
         self._stack = ExitStack()
         self._stack.callback(private_memory.record_lines(_MOST_ACTIONS))
@@ -112,6 +156,8 @@ class OutOfMemoryWatch:
     def report(self, requested: int, total: int, free: int) -> None:
         """Note what lives now, and print it on stderr."""
         snapshot = private_memory.snapshot(self.device)
+        model = self._model()
+        available = free + torch.cuda.memory_reserved(self.device)
         self.last = OutOfMemoryReport(
             device=str(self.device),
             requested_bytes=requested,
@@ -119,6 +165,7 @@ class OutOfMemoryWatch:
             free_bytes=free,
             running=OUTSIDE if (name := self._calls.current()) == LOSS else name,
             live=_live(snapshot, self._calls),
+            way="" if model is None else way_that_fits(model, available),
         )
         print(self.last, file=sys.stderr)
 
@@ -201,6 +248,7 @@ def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
 
     On stderr: the bytes in use by the module that allocated them, and the largest tensors with the
     line that allocated each. Memory from before this call, such as the parameters, is "(earlier)".
+    If `plan` measured plans of this model in this process, the fastest that fits is named.
     The error is torch's own and is raised as ever; `watch.last` keeps the report, `watch.remove()`
     ends it all.
 

@@ -9,6 +9,7 @@ import fusedckpt
 from fusedckpt.allocations import open_workspaces
 from fusedckpt.reporting import out_of_memory
 from fusedckpt.reporting.out_of_memory import EARLIER, OUTSIDE, LiveBlock
+from fusedckpt.reporting.tables import size
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
 D, ROWS = 64, 1000
@@ -113,6 +114,35 @@ def test_as_text():
     assert "21.0 MiB" in text
     assert "model.py:11 in forward" in text
     assert "model.py:12 in forward" not in text
+
+
+def test_the_way_that_fits_is_the_fastest_measured_plan():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
+    x = torch.randn(64, 8)
+    assert out_of_memory.way_that_fits(model, 1 << 40) == ""
+    plans = [fusedckpt.plan(model, x, policy=name, progress=False) for name in ("all", "none")]
+    least, most = sorted(plan.measured_bytes for plan in plans)
+    fastest = min(plans, key=lambda plan: plan.extra_ms)
+    assert f"peak at {size(fastest.measured_bytes)}" in out_of_memory.way_that_fits(model, most)
+    assert f"peak at {size(least)}" in out_of_memory.way_that_fits(model, least)
+    text = out_of_memory.way_that_fits(model, least - 1)
+    assert text.startswith("no measured plan fits into")
+    assert text.endswith(f"the least peak is {size(least)}")
+    # of another model, nothing is known
+    assert out_of_memory.way_that_fits(nn.Linear(2, 2), 1 << 40) == ""
+
+
+@needs_gpu
+def test_a_measured_plan_is_named_at_the_error(watched):
+    model = nn.Sequential(Greedy(False), Greedy(False)).to(DEVICE)
+    x = torch.ones(ROWS, D, device=DEVICE)
+    plan = fusedckpt.plan(model, x, policy="all", progress=False)
+    watch = watched(model)
+    model[1].more = True
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert f"peak at {size(plan.measured_bytes)}" in watch.last.way
+    assert f"  {watch.last.way}\n" in str(watch.last)
 
 
 def test_lines_of_torch_are_skipped():
