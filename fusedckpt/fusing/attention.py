@@ -28,7 +28,9 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     save, report = search.save, search.report
     found = mixers(search.modules)
     if batch is not None and search.kinds["attention"]:
-        called = mixers_of(model, batch)
+        fused = (module for module in search.modules.values() if MARK in vars(module))
+        swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
+        called = mixers_of(model, batch, swapped)
         if isinstance(called, str):
             report.notes.append(f"attention and mixers were found by their code, as {called}")
         else:

@@ -1,5 +1,7 @@
 """Modules that mix tokens, found by the functions that their code calls: attention and mixers.
 
+A softmax and a matrix product in a class's code are attention written by hand.
+
 The code is that of a class's forward, of its other methods and of callable objects in its
 attributes that are called there, and of functions of the user's package or file that these call. A
 function that only other code chooses, out of a table, is found by running the model, see
@@ -27,6 +29,8 @@ _ATTENTION = frozenset(
     + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
     + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "dispatch_attention_fn")
 )
+# of attention written by hand: a softmax between two products
+_SOFTMAX, _PRODUCTS = "softmax", frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 # their functions beside a class's own file are not looked into
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
 # how many functions are looked into for one class
@@ -101,13 +105,16 @@ def _called_by(kind: type, method: str) -> frozenset[str]:
         return frozenset()
     found, seen = set[str](), set[Any]()
     queue = [*_methods(kind, method)]
+    multiplies = has_softmax = False
     for fn in queue:
         code = fn.__code__
         if code in seen or len(seen) > _MOST:
             continue
         seen.add(code)
         names = {*_names(code)}
-        if not _ATTENTION.isdisjoint(names):
+        multiplies = multiplies or not _PRODUCTS.isdisjoint(names) or _has_product(code)
+        has_softmax = has_softmax or _SOFTMAX in names
+        if not _ATTENTION.isdisjoint(names) or (multiplies and has_softmax):
             found.add(NAME)
         for called in (*_values(fn, names), *_attributes(kind, names)):
             mixing = _kind_of(called)
@@ -169,6 +176,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
+
+
+def _has_product(code: CodeType) -> bool:
+    """Whether code has the operator of a matrix product."""
+    return any(
+        instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr == "@"
+        for part in _codes(code)
+        for instruction in dis.get_instructions(part)
+        if instruction.opname.startswith("BINARY_")
+    )
 
 
 def _names(code: CodeType) -> Iterator[str]:

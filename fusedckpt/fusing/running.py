@@ -1,31 +1,44 @@
-"""Modules that mix tokens, found by running the model once on a batch.
+"""Modules that are better run again than saved, found by running the model once on a batch.
 
-A copy runs, without gradients: it shares the parameters, and all else is its own, so that nothing
-that a forward writes is left behind. It finds the innermost module with weights that runs where a
-function of attention or of a mixer is called, whatever code calls it.
+A copy runs: it shares the parameters, and all else is its own, so that nothing that a forward
+writes is left behind. What autograd would save is counted, and not kept. Found are the innermost
+modules with weights that run where a function of attention or of a mixer is called, whatever code
+calls it, and those whose own operations save more than MOST times their inputs and their result, if
+a second run of them gives the same.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fusedckpt.autograd.dispatch import is_plain
+from fusedckpt.autograd.private import pytree, storage_key
 from fusedckpt.checkpointing.attention import NAME, watched
+from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.fusing.mixing import innermost
 from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.memory import nbytes_of
+
+# modules with one of these are not run again as a whole
+_APART = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
 
-def mixers_of(model: nn.Module, batch: Any) -> dict[str, frozenset[str]] | str:
-    """Return the names of the modules that mix tokens, and kinds of functions; or why it failed.
+def mixers_of(
+    model: nn.Module, batch: Any, swapped: Collection[nn.Module] = ()
+) -> dict[str, frozenset[str]] | str:
+    """Return the names of the modules to run again, and kinds of functions; or why it failed.
 
-    batch: the model's arguments, a dict of them, a tuple, or one tensor.
+    batch: the model's arguments, a dict of them, a tuple, or one tensor; swapped: its modules that
+    will save little anyway. Of a module that no function marks the kinds are empty.
     """
     try:
         # generators too, whose states are put back
@@ -34,7 +47,8 @@ def mixers_of(model: nn.Module, batch: Any) -> dict[str, frozenset[str]] | str:
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
     states = [(g, g.get_state()) for g in _generators(model)]
-    seen = _Seen()
+    names = {module: name for name, module in twin.named_modules()}
+    seen = _Seen({m for m, name in names.items() if model.get_submodule(name) in swapped})
     try:
         seen.run(twin.train(), batch)
     except Exception as error:
@@ -42,8 +56,9 @@ def mixers_of(model: nn.Module, batch: Any) -> dict[str, frozenset[str]] | str:
     finally:
         for generator, state in states:
             generator.set_state(state)
-    names = {module: name for name, module in twin.named_modules()}
-    return innermost({names[m]: frozenset(kinds) for m, kinds in seen.kinds.items() if m in names})
+    heavy = {module: set[str]() for module in seen.heavy}
+    found = {**heavy, **seen.kinds}
+    return innermost({names[m]: frozenset(kinds) for m, kinds in found.items() if m in names})
 
 
 def _generators(model: nn.Module) -> list[torch.Generator]:
@@ -52,23 +67,32 @@ def _generators(model: nn.Module) -> list[torch.Generator]:
 
 
 class _Seen:
-    """The modules that run where functions are called."""
+    """The modules that run where functions are called, or tensors are saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, swapped: Collection[nn.Module]) -> None:
+        self._swapped = swapped
         self.kinds: dict[nn.Module, set[str]] = {}
-        self._running: list[nn.Module] = []
-        self._thread = threading.get_ident()
+        # whose own operations save much
+        self.heavy: set[nn.Module] = set()
+        # and those that do not, or not the same in a second run
+        self._light: set[nn.Module] = set()
+        self._running: list[_Running] = []
+        self._parameters: set[int] = set()
+        self._thread: int | None = threading.get_ident()
 
     def run(self, model: nn.Module, batch: Any) -> None:
         """Run a model on a batch."""
         args, kwargs = _arguments(batch)
+        members = [*model.parameters(), *model.buffers()]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._parameters = {storage_key(t.untyped_storage()) for t in members if _is_dense(t)}
         hooks = (
             register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
+            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         )
+        counting = torch.autograd.graph.saved_tensors_hooks(self._count, _refuse)
         try:
-            with undisturbed(device), torch.no_grad(), watched(self._see):
+            with undisturbed(device), counting, watched(self._see):
                 model(*args, **kwargs)
         finally:
             for hook in hooks:
@@ -76,20 +100,100 @@ class _Seen:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running.append(module)
+            self._running.append(_Running(module, torch.random.get_rng_state(), {}))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if threading.get_ident() == self._thread and self._running[-1:] == [module]:
-            self._running.pop()
+    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if threading.get_ident() != self._thread or not self._running:
+            return
+        if self._running[-1].module is not module:
+            return
+        running = self._running.pop()
+        if module in self._light or not self._may_run_again(module):
+            return
+        results = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        saved = sum(nbytes for _, nbytes in running.saved.values())
+        # a router's result is small, and so is what it saves
+        least = max(nbytes_of(filter(_is_dense, tensors)) for tensors in (results, inputs))
+        is_heavy = bool(results) and saved > MOST * least
+        thread, self._thread = self._thread, None
+        is_heavy = is_heavy and _gives(results, module, args, kwargs, running.state)
+        self._thread = thread
+        if is_heavy:
+            self.heavy.add(module)
+        else:
+            self.heavy.discard(module)
+            self._light.add(module)
+
+    def _may_run_again(self, module: nn.Module) -> bool:
+        """Whether a module is no layer of torch's, holds no block, and looks at no pictures."""
+        if type(module).__module__.startswith(("torch.", "fusedckpt.")) or not has_matrix(module):
+            return False
+        blocks = (part in self._swapped and has_matrix(part) for part in module.modules())
+        return not any(blocks) and not any(isinstance(m, _APART) for m in module.modules())
+
+    def _count(self, tensor: Tensor) -> None:
+        """Add a saved tensor to the innermost module with weights; keep nothing."""
+        if threading.get_ident() != self._thread or not _is_dense(tensor):
+            return
+        if any(running.module in self._swapped for running in self._running):
+            return
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        running = self._innermost()
+        if running is not None and key not in self._parameters:
+            # a weak reference keeps the address from being used for another storage
+            running.saved[key] = StorageWeakRef(storage), storage.nbytes()
+
+    def _innermost(self) -> _Running | None:
+        # a module without weights is there for the call alone
+        matrices = (r for r in reversed(self._running) if has_matrix(r.module))
+        return next(matrices, None)
 
     def _see(self, kind: str) -> None:
         if kind not in (NAME, SCAN, CONVOLUTION) or threading.get_ident() != self._thread:
             return
-        for module in reversed(self._running):
-            # a module without weights is there for the call alone
-            if any(p.dim() > 1 for p in module.parameters()):
-                self.kinds.setdefault(module, set()).add(kind)
-                return
+        running = self._innermost()
+        if running is not None:
+            self.kinds.setdefault(running.module, set()).add(kind)
+
+
+class _Running(NamedTuple):
+    """A module that runs."""
+
+    module: nn.Module
+    # of the random numbers before it ran
+    state: Tensor
+    # what its own operations save, by storage: a weak reference, and bytes
+    saved: dict[int, tuple[StorageWeakRef, int]]
+
+
+def has_matrix(module: nn.Module) -> bool:
+    """Whether a module, or one inside, has a weight of two dimensions or more."""
+    return any(p.dim() > 1 for p in module.parameters())
+
+
+def _refuse(_: Any) -> Tensor:
+    raise RuntimeError("the model runs a backward in its forward")
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return is_plain(type(tensor)) and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _gives(results: list[Tensor], module: nn.Module, args: Any, kwargs: Any, state: Tensor) -> bool:
+    """Whether a second run of a module gives these results."""
+    torch.random.set_rng_state(state)
+    try:
+        with torch.no_grad():
+            again = pytree.tree_leaves(type(module).forward(module, *args, **kwargs))
+    except Exception:  # arbitrary code of others
+        return False
+    tensors = [t for t in again if isinstance(t, Tensor)]
+    return len(tensors) == len(results) and all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
+        for a, b in zip(tensors, results, strict=True)
+    )
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

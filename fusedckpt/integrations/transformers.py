@@ -13,10 +13,11 @@ import torch.utils.checkpoint as stock
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fusedckpt.autograd import arguments, private
+from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.autograd.phases import default_stock
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
+from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.held import MARK
 from fusedckpt.fusing.swap import fuse
 from fusedckpt.integrations.first_batch import at_first_batch
@@ -36,7 +37,9 @@ class FuseCallback(TrainerCallback):
 
     Given as `callbacks=` it fuses when the Trainer is made, before DDP, FSDP and torch.compile. A
     model that `model_init` makes in `train()` is fused after them, which FSDP does not allow: call
-    `fuse` in `model_init`. Budgets are of the module inside DDP, its buckets apart.
+    `fuse` in `model_init`. On the first batch it runs a copy of a model that is neither sharded nor
+    compiled, and fuses the modules that it finds so, see `batch` of `fuse`. Budgets are of the
+    module inside DDP, its buckets apart.
 
     Args:
         checkpoint: whether `activation_checkpointing=True`, `gradient_checkpointing=True` in older
@@ -81,13 +84,11 @@ class FuseCallback(TrainerCallback):
         model = kwargs["model"]
         if not any(MARK in vars(module) for module in model.modules()):
             self._fuse(model, state)
-        # the name of newer releases, in which the older one is deprecated
-        enabled = getattr(args, "activation_checkpointing", None)
-        enabled = enabled or getattr(args, "gradient_checkpointing", False)
-        if self.checkpoint and (enabled or _wrappers(model)):
+        if self.checkpoint and (_asks_for_checkpoints(args) or _wrappers(model)):
             self._use_checkpoint(model, state)
         # not even a hook: inside a module that DDP or FSDP compiles, one would end the compilation
-        if self.plan is None and not self.report:
+        fuse_again = self._runs_a_copy(args, model)
+        if self.plan is None and not self.report and not fuse_again:
             return
         if args.torch_compile and args.world_size > 1:
             raise ValueError(
@@ -96,12 +97,24 @@ class FuseCallback(TrainerCallback):
             )
         at_first_batch(
             model,
+            fuse=self.options if fuse_again else None,
             plan=self.plan and {"accumulate": args.gradient_accumulation_steps, **self.plan},
             report=self.report,
             # one that accumulates gradients steps after the last micro-batch alone
             optimizer=getattr(kwargs["optimizer"], "optimizer", kwargs["optimizer"]),
-            log=self._log(state),
+            log=self._log_of_first_batch(state),
         )
+
+    def _runs_a_copy(self, args: TrainingArguments, model: nn.Module) -> bool:
+        """Whether `fuse` may find more by running a copy of the model."""
+        # inside of a checkpoint nothing is run again by itself
+        if _asks_for_checkpoints(args) or not self.options.get("attention", True):
+            return False
+        if args.torch_compile:
+            return False
+        is_sharded = any(map(private.is_fsdp_managed, model.modules()))
+        is_sharded = is_sharded or not all(map(_is_whole, model.parameters()))
+        return "batch" not in self.options and not is_sharded
 
     def _use_checkpoint(self, model: nn.Module, state: TrainerState) -> None:
         try:
@@ -118,8 +131,29 @@ class FuseCallback(TrainerCallback):
     def _fuse(self, model: nn.Module, state: TrainerState) -> None:
         self._log(state)(fuse(model, **self.options))
 
+    def _log_of_first_batch(self, state: TrainerState) -> Callable[[Any], Any]:
+        log = self._log(state)
+
+        def tell(result: Any) -> None:
+            # what was fused when the Trainer was made has been told
+            if not isinstance(result, FuseReport) or result.swapped:
+                log(result)
+
+        return tell
+
     def _log(self, state: TrainerState) -> Callable[[Any], Any]:
         return self.log if state.is_world_process_zero else lambda found: None
+
+
+def _asks_for_checkpoints(args: TrainingArguments) -> bool:
+    # the name of newer releases, in which the older one is deprecated
+    is_on = getattr(args, "activation_checkpointing", None)
+    return bool(is_on or getattr(args, "gradient_checkpointing", False))
+
+
+def _is_whole(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is no DTensor, and none of DeepSpeed's."""
+    return dispatch.are_plain(parameter) and not hasattr(parameter, "ds_id")
 
 
 def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> None:

@@ -311,3 +311,75 @@ def test_the_innermost_with_weights_and_parts_that_do_not_run():
     report = fuse(model, batch=randn(2, T, D))
     found = {name for name, kind in report.kinds.items() if kind == "attention"}
     assert found == {"first.0", "second"}
+
+
+class ByHand(Attention):
+    """Attention in products and a softmax."""
+
+    def attend(self, q, k, v):
+        return F.softmax(q @ k.mT, -1) @ v
+
+
+def test_attention_by_hand_is_found_by_its_code():
+    eager, fused, report = pair(ByHand)
+    assert report.swapped["1"] == "ByHand -> recomputed but for attention itself"
+    x = randn(2, 4 * T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    # the norm's input alone: its scores are more than four times its result
+    assert saved_bytes(fused, [x]) == 2 * 4 * T * D * 4
+    assert report.fallbacks["1"].key == "again"
+
+
+class Recurrent(nn.Module):
+    """A scan in a loop of its own, which no function marks."""
+
+    noise = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.calls = nn.Linear(D, D), 0
+
+    def forward(self, x):
+        self.calls += 1
+        gate, state = self.gate(x).sigmoid(), torch.zeros_like(x[:, 0])
+        states = []
+        for step in range(x.shape[1]):
+            state = gate[:, step] * state + (1 - gate[:, step]) * x[:, step].sin()
+            states.append(state.tanh())
+        return torch.stack(states, 1) + self.noise * self.calls
+
+
+class Routed(nn.Module):
+    """Saves five times its result, which is small."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores = nn.Linear(D, 4)
+
+    def forward(self, x):
+        scores = self.scores(x).sigmoid().sin().exp().tanh().topk(1).values
+        return x * scores.sigmoid().exp().sin()
+
+
+class Counting(Recurrent):
+    """Gives something else each time."""
+
+    noise = 0.1
+
+
+def test_what_saves_much_is_found_by_running():
+    torch.manual_seed(0)
+    parts = Recurrent(), Routed(), Counting(), nn.Linear(D, 1), nn.Linear(1, D)
+    eager = nn.Sequential(*parts).to(DEVICE)
+    fused, x = copy.deepcopy(eager), randn(2, T, D)
+    report = fuse(fused, batch=x)
+    assert report.swapped == {"0": "Recurrent -> recomputed"}
+    assert eager[0].calls == fused[0].calls == 0
+    for _ in range(2):
+        torch.testing.assert_close(grads(fused, x), grads(eager, x))
+        assert fused[0].calls == eager[0].calls
+    assert saved_bytes(fused[0], [x]) == x.nbytes
+    assert saved_bytes(eager[0], [x]) > 4 * x.nbytes
+    assert report.fallbacks == {}
+    # what is fused already is no part of a module that saves much
+    assert fuse(fused, batch=x).swapped == {}

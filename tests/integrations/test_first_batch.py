@@ -62,6 +62,43 @@ def test_the_training_goes_on_as_without(options):
             seen[0].apply(model)
 
 
+class Loop(nn.Module):
+    """A scan in a loop of its own, which shows when it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0):
+        state = torch.zeros_like(x)
+        for _ in range(6):
+            state = (state * self.gate(x).sigmoid()).sin() + x * scale
+        return state
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.loop = Loop()
+
+    def forward(self, x, scale):
+        return self.loop(x, scale=scale) + x
+
+
+def test_it_fuses_what_a_run_of_the_batch_shows():
+    results = []
+    for is_fused in (False, True):
+        torch.manual_seed(0)
+        model, seen, x = Around(), [], torch.randn(4, 8)
+        if is_fused:
+            at_first_batch(model, fuse={"norm": False}, log=seen.append)
+            assert not fusedckpt.fuse(model).swapped
+        losses = [model(x, scale=2.0).square().mean() for _ in range(2)]
+        results.append(torch.autograd.grad(sum(losses), [*model.parameters()]))
+    assert [report.swapped for report in seen] == [{"loop": "Loop -> recomputed"}]
+    torch.testing.assert_close(*results)
+
+
 def test_it_can_be_taken_back():
     model, seen = build(), []
     at_first_batch(model, report=True, log=seen.append).remove()
@@ -108,6 +145,7 @@ def test_it_stays_out_of_compiled_code(kind, before):
     ("model", "options", "message"),
     [
         (None, {}, "model must be a module, got NoneType"),
+        (nn.ReLU(), {"fuse": True}, "fuse must be a dict of arguments or None, got bool"),
         (nn.ReLU(), {"plan": "20GiB"}, "plan must be a dict of arguments or None, got str"),
         (nn.ReLU(), {"log": 3}, "log must be callable, got int"),
     ],
