@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedckpt.kernels import gated_norm, gating, norm, routed
+from fusedckpt.kernels import chains, gated_norm, gating, norm, routed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
@@ -55,6 +55,28 @@ def gated_norms() -> None:
         x, w = meta(4096, n, dtype=dtype), meta(n, dtype=dtype)
         gated_norm.gated_norm(x, x, w, options, dtype)
         gated_norm.gated_norm_grad(x, x, x, w, options, (True, True, True), dtype)
+
+
+def chained() -> None:
+    """As diffusion transformers, UNets and residual nets have them."""
+    layer, rms = norm.NormRule("layer", 1e-6), norm.NormRule("rms", 1e-6)
+    for dtype, n in ((torch.bfloat16, 1152), (torch.float32, 3072)):
+        x, w, parts = meta(8192, n, dtype=dtype), meta(n, dtype=dtype), meta(2, n, dtype=dtype)
+        chains.modulated_norm(x, None, None, parts, parts, 4096, layer)
+        chains.modulated_norm(x, w, w, parts, parts, 4096, layer)
+        chains.modulated_norm(x, w, None, parts, None, 4096, rms)
+        gate = parts[:, None]
+        branch = x.view(2, 4096, n)
+        places = chains.places_of(gate, branch)
+        assert places is not None
+        chains.gated_sum(branch, branch, gate, places)
+        x, w = meta(8, 320, 64, 64, dtype=dtype), meta(320, dtype=dtype)
+        last = x.contiguous(memory_format=torch.channels_last)
+        stats = meta(8, 32, dtype=torch.float32)
+        sums = meta(320, dtype=torch.float32)
+        for pictures in (x, last):
+            chains.channel_norm(pictures, stats, stats, w, w, 32, "silu")
+            chains.channel_norm(pictures, sums, sums, w, w, 0, "relu", pictures)
 
 
 def dropouts() -> None:
@@ -124,6 +146,7 @@ def one_of_each() -> None:
     norms(4096)
     norms(32768)
     gated_norms()
+    chained()
     codes()
     dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
     u, target = meta(512, 50257), meta(512, 1, dtype=torch.int64)
@@ -147,6 +170,7 @@ def every_size() -> None:
 def everything() -> None:
     benchmarked("tiny", "llama-3-8b")
     gated_norms()
+    chained()
     dropouts()
     heads()
     gates()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
+from tests.ptx.chain_cases import chain_cases
 from tests.ptx.contract_cases import contract_cases
 from tests.ptx.expert_cases import expert_cases
 from tests.ptx.judging import KernelCase
@@ -17,7 +18,7 @@ ARCHS = ("sm_80", "sm_90")
 def cases_of(arch: str) -> dict[str, KernelCase]:
     """Return the cases of a chip."""
     kernels = [*element_cases(), *norm_cases(), *head_cases(), *expert_cases()]
-    kernels += [*gated_norm_cases(), *product_cases(arch)]
+    kernels += [*gated_norm_cases(), *chain_cases(), *product_cases(arch)]
     cases = [*kernels, *contract_cases(ARCHS.index(arch))]
     names = {case.name: case for case in cases}
     assert len(names) == len(cases), "two cases have one name"

@@ -1,0 +1,243 @@
+"""Chains of cheap functions, forward, in one kernel each: no value between two of them is stored.
+
+    modulated_norm  norm(x) * factor + shift, for each sample its own factor and shift
+    channel_norm    act((x - mean) * rstd * weight + bias + residual), from saved statistics:
+                    a group norm or batch norm, and its activation
+    gated_sum       residual + gate * branch, the gate broadcast
+
+Backward runs them to make a saved value again (`fusing/chains.py`). Each reads its inputs once and
+writes its result once; between them all is float32.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .activations import ACTIVATIONS
+from .norm import MAX_BLOCK, NormRule, rows_for
+from .norm_kernels import normalise
+from .runtime import is_exact, load, store, tl, triton
+
+# elements of a program of the kernels over elements, 8 a thread
+TILE = {"BLOCK": 1024, "num_warps": 4}
+
+
+class Modulation(NamedTuple):
+    """Operands of a norm that is modulated."""
+
+    # [M, N], adjacent columns
+    x: Tensor
+    # of the norm [N], None where absent
+    weight: Tensor | None
+    bias: Tensor | None
+    # [S, N], a row for each sample, adjacent columns; None where absent
+    factor: Tensor | None
+    shift: Tensor | None
+    # the result [M, N]
+    y: Tensor
+    # elements between the rows of x, factor and shift
+    stride_xm: int
+    stride_fm: int
+    stride_sm: int
+
+
+class Channels(NamedTuple):
+    """Operands of a norm over channels of x, from its statistics."""
+
+    # [N, C, L], contiguous or channels last
+    x: Tensor
+    # float32 or x's dtype, one for each group of each sample, or one for each channel
+    mean: Tensor
+    rstd: Tensor
+    # of the norm [C], None where absent
+    weight: Tensor | None
+    bias: Tensor | None
+    # added before the activation, laid out as x; None where absent
+    residual: Tensor | None
+    # the result, laid out as x
+    y: Tensor
+
+
+class GatePlaces(NamedTuple):
+    """How a gate is broadcast: element i of the result is multiplied by gate[place(i)].
+
+    place(i) = i // span * stride + i // step % width
+    """
+
+    # elements of the result that share a row of the gate, and between rows of the gate
+    span: int
+    stride: int
+    # adjacent elements that share a number of the gate, and numbers in a row of it
+    step: int
+    width: int
+
+
+@triton.jit
+def modulated_norm_kernel(
+    t, m, n, rows, eps, LAYER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """One tile of rows of `t`, a Modulation; rows: how many a sample has."""
+    rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    rn, sample = tl.arange(0, BLOCK_N)[None, :], rm // rows
+    mask = (rm < m) & (rn < n)
+    row = load(t.x + rm * t.stride_xm + rn, mask)
+    # loads are issued before the first reduction waits
+    if t.factor is not None:
+        factor = load(t.factor + sample * t.stride_fm + rn, mask)
+    if t.shift is not None:
+        shift = load(t.shift + sample * t.stride_sm + rn, mask)
+    y = normalise(row, rm < m, mask, n, eps, LAYER)
+    if t.weight is not None:
+        y *= load(t.weight + rn, rn < n)
+    if t.bias is not None:
+        y += load(t.bias + rn, rn < n)
+    if t.factor is not None:
+        y *= factor
+    if t.shift is not None:
+        y += shift
+    store(t.y + rm * n + rn, y, mask)
+
+
+@triton.jit
+def channel_norm_kernel(
+    t,
+    numel,
+    channels,
+    length,
+    groups,
+    size,
+    ACTIVATION: tl.constexpr,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Some elements of `t`, Channels; LAST: whether channels lie last in memory.
+
+    groups: statistics of a sample, 0 where all samples share them; size: channels of a group.
+    """
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < numel
+    if LAST:
+        channel, sample = i % channels, i // (channels * length)
+    else:
+        channel, sample = i // length % channels, i // (channels * length)
+    group = sample * groups + channel // size
+    y = load(t.x + i, mask)
+    y = (y - load(t.mean + group, mask)) * load(t.rstd + group, mask)
+    if t.weight is not None:
+        y *= load(t.weight + channel, mask)
+    if t.bias is not None:
+        y += load(t.bias + channel, mask)
+    if t.residual is not None:
+        y += load(t.residual + i, mask)
+    store(t.y + i, ACTIVATION(y, y, is_exact(t.y))[0], mask)
+
+
+@triton.jit
+def gated_sum_kernel(
+    residual, branch, gate, y, numel, span, stride, step, width, BLOCK: tl.constexpr
+):
+    """Some elements of residual + gate * branch, with the gate at the places of GatePlaces."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < numel
+    product = load(branch + i, mask) * load(gate + i // span * stride + i // step % width, mask)
+    store(y + i, load(residual + i, mask) + product, mask)
+
+
+def fits(n: int) -> bool:
+    """Whether rows of n columns are modulated by a kernel."""
+    return 0 < n <= MAX_BLOCK
+
+
+def modulated_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    factor: Tensor | None,
+    shift: Tensor | None,
+    rows: int,
+    rule: NormRule,
+) -> Tensor:
+    """Return norm(x) * factor + shift of x [M, N], `rows` rows for each row of factor and shift."""
+    m, n = x.shape
+    y = x.new_empty(m, n)
+    strides = [0 if t is None else t.stride(0) for t in (factor, shift)]
+    t = Modulation(x, weight, bias, factor, shift, y, x.stride(0), *strides)
+    tile = rows_for(n)
+    is_layer = rule.kind == "layer"
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(m, tile["BLOCK_M"]),)
+        modulated_norm_kernel[grid](t, m, n, rows, rule.eps, LAYER=is_layer, **tile)
+    return y
+
+
+def channel_norm(
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    activation: str = "identity",
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Return act of a norm of x [N, C, ...], which fills its storage, plus a residual.
+
+    groups: of a group norm, whose statistics are [N, groups]; 0 for a batch norm's [C].
+    """
+    channels = x.shape[1]
+    length = x[0, 0].numel()
+    y = torch.empty_like(x)
+    t = Channels(x, mean, rstd, weight, bias, residual, y)
+    size = channels // groups if groups else 1
+    act = ACTIVATIONS[activation].value_and_grad
+    is_last = is_channels_last(x)
+    with torch.cuda.device_of(x):
+        grid = (triton.cdiv(x.numel(), TILE["BLOCK"]),)
+        sizes = x.numel(), channels, length, groups, size
+        channel_norm_kernel[grid](t, *sizes, ACTIVATION=act, LAST=is_last, **TILE)
+    return y
+
+
+def is_channels_last(x: Tensor) -> bool:
+    """Whether channels of x [N, C, ...] lie last in memory."""
+    return not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
+
+
+def gated_sum(residual: Tensor, branch: Tensor, gate: Tensor, places: GatePlaces) -> Tensor:
+    """Return residual + gate * branch, tensors with one layout but for the gate."""
+    y = torch.empty_like(branch)
+    with torch.cuda.device_of(branch):
+        grid = (triton.cdiv(branch.numel(), TILE["BLOCK"]),)
+        gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **TILE)
+    return y
+
+
+def places_of(gate: Tensor, like: Tensor) -> GatePlaces | None:
+    """Return how a gate is broadcast to a contiguous tensor, None where the kernel cannot.
+
+    It can if the gate's own dimensions are at most a first one, and some that are adjacent in
+    memory: [B, 1, N] or [N] beside [B, T, N], [B, C, 1, 1] beside [B, C, H, W].
+    """
+    sizes = (1,) * (like.dim() - gate.dim()) + tuple(gate.shape)
+    if not like.is_contiguous() or like.numel() == 0 or len(sizes) > like.dim():
+        return None
+    strides = (0,) * (like.dim() - gate.dim()) + gate.stride()
+    has = [size > 1 for size in sizes]
+    if any(size not in (1, whole) for size, whole in zip(sizes, like.shape, strict=True)):
+        return None
+    first = 1 if like.dim() > 1 and has[0] else 0
+    inner = [d for d in range(first, like.dim()) if has[d]]
+    # inner dimensions follow one another, and lie without gaps
+    width = 1
+    for d in reversed(inner):
+        if strides[d] != width or (d != inner[-1] and not has[d + 1]):
+            return None
+        width *= sizes[d]
+    step = like[(0,) * (inner[-1] + 1)].numel() if inner else like.numel()
+    span = like[0].numel() if first else like.numel()
+    if not inner:
+        step = span
+    return GatePlaces(span, strides[0] if first else 0, step, width)
