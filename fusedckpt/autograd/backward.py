@@ -72,7 +72,7 @@ def is_unwatched() -> bool:
     return not (
         torch.compiler.is_compiling()
         or private.num_dispatch_modes()
-        or recipes.num_other_modes()
+        or (private.num_function_modes() and recipes.num_other_modes())
         or private.are_transforms_active()
         or private.is_profiled()
     )

@@ -240,22 +240,25 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         return Decision(is_own=options.is_module)
     if torch.compiler.is_compiling():
         return _decided_anew(options, tensors, twin=True)
-    grad, metas = torch.is_grad_enabled(), []
+    grad = torch.is_grad_enabled()
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.of_layer() if grad and not is_free else None
     is_twin = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
-    for t in tensors:
+    # quicker than appending
+    metas: list[Any] = [None] * len(tensors)
+    for place, t in enumerate(tensors):
         if t is None:
-            metas.append(None)
-        elif (
+            continue
+        if not (
             (type(t) is Tensor or type(t) is nn.Parameter)
             and t.layout is torch.strided
             and not (t.is_nested or (grad and t.is_inference()))
         ):
-            metas.append((t.shape, t.dtype, t.device))
-        else:
             return _decided_anew(options, tensors, is_twin)._replace(phase=phase)
-    has_modes = private.num_dispatch_modes() or recipes.num_other_modes()
+        metas[place] = t.shape, t.dtype, t.device
+    has_modes = private.num_dispatch_modes() or (
+        private.num_function_modes() and recipes.num_other_modes()
+    )
     context = (
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,

@@ -147,26 +147,26 @@ def run_linears(
         return layer.reference(x, between, linears)
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(layer, x, between, linears)
-    tensors = list(chain.from_iterable(linears))
-    if _DENSE.issuperset(map(type, tensors)) or not (layer.linears and are_adapted(linears)):
-        operands = Operands(layer, tensors, tensors)
-    else:
-        operands = _taken_apart(layer, x, between, linears)
-    call, phase, _ = dispatch.decide(operands.layer, x, *between, *operands.dense)
+    described, tensors = layer, list(chain.from_iterable(linears))
+    dense = tensors
+    if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
+        described, tensors, dense = _taken_apart(layer, x, between, linears)
+    call, phase, _ = dispatch.decide(described, x, *between, *dense)
     if call is None:
         return None if layer.is_module else layer.reference(x, between, linears)
     # a checkpoint's forward and recompute save alike, at every level
     saves_half = call.level == "gate" and (phase is None or phase.levels is None)
-    halves = operands.layer.split_packed(linears, saves_half)
+    halves = described.split_packed(linears, saves_half)
     if halves is not None:
         split, pairs = halves
         return run_linears(split, x, between, pairs)
-    return apply(call, phase, x, *between, *operands.tensors)
+    return apply(call, phase, x, *between, *tensors)
 
 
 class Operands(NamedTuple):
-    """A layer and the tensors of its linears, in order, adapters and quantised weights apart."""
+    """The tensors of a layer's linears, in order, adapters and quantised weights apart."""
 
+    # whose record describes the adapters and quantised weights
     layer: Layer
     # what a call computes on
     tensors: list[Any]

@@ -39,30 +39,20 @@ _NO_SLOT = None, None
 _OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
 
-class _Lent:
-    """A saved tensor of a recompute's own graph, which nothing runs backward once it has ended.
+# A saved tensor of a recompute's own graph, which nothing runs backward once it has ended: a list
+# that is emptied then. A function may leave tensors of that graph in attributes, as routers leave
+# their losses; they would keep all that it saved until the next step.
+_Lent = list[Tensor]
 
-    A function may leave tensors of that graph in attributes, as routers leave their losses. They
-    would keep all that it saved until the next step.
-    """
 
-    __slots__ = ("_tensor",)
-
-    def __init__(self, tensor: Tensor):
-        self._tensor: Tensor | None = tensor
-
-    def take(self) -> Tensor:
-        """Return the tensor."""
-        if self._tensor is None:
-            raise RuntimeError(
-                "checkpoint: backward of a tensor that a recompute left behind: take the one that "
-                "the forward left, before its backward"
-            )
-        return self._tensor
-
-    def free(self) -> None:
-        """Free the tensor."""
-        self._tensor = None
+def _unpack(lent: _Lent) -> Tensor:
+    """Return the tensor; refuse one after the recompute."""
+    if not lent:
+        raise RuntimeError(
+            "checkpoint: backward of a tensor that a recompute left behind: take the one that "
+            "the forward left, before its backward"
+        )
+    return lent[0]
 
 
 class Recompute(Keeper):
@@ -150,7 +140,7 @@ class Recompute(Keeper):
                 raise
         finally:
             for lent in self._lent:
-                lent.free()
+                lent.clear()
             for packed, leaf in self._written:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
@@ -171,7 +161,7 @@ class Recompute(Keeper):
             args, kwargs = call.arguments(made)
             # the context may count operations: buffers are put back outside of it
             with (
-                saved_tensors_hooks(phases.pack_hook(self), _Lent.take),
+                saved_tensors_hooks(phases.pack_hook(self), _unpack),
                 torch.enable_grad(),
                 nullcontext() if run is None else run.watched(),
                 call.surroundings.restored(),
@@ -248,7 +238,7 @@ class Recompute(Keeper):
                 self._stop()
         if not requires_grad:
             self._noise = private.num_nodes(), tensor.shape, tensor.dtype
-        lent = _Lent(tensor)
+        lent = [tensor]
         self._lent.append(lent)
         return lent
 
