@@ -76,24 +76,13 @@ class Unit:
     members: tuple[str, ...] = ()
     # bytes of its arguments that it does not save, but a segment keeps which starts here
     released: int = 0
+    # bytes of its arguments without gradients that it does not save, but any segment keeps
+    constants: int = 0
 
     @property
     def modules(self) -> tuple[str, ...]:
         """The names of its modules, in the order in which they run."""
         return self.members or (self.name,)
-
-    @property
-    def backward_behind(self) -> int:
-        """The peak of its recompute and backward where it ends a segment of several units.
-
-        There an input that it does not save is gone after the recompute. But a recompute may end
-        before the unit does, which only the unit in a segment of its own shows.
-        """
-        assert self.again is not None
-        if not self.released:
-            return self.again.backward
-        runs = self.arrives + self.inside.forward - self.begin
-        return min(self.again.backward, max(runs, self.inside.backward))
 
     @property
     def fastest(self) -> Level:
@@ -144,8 +133,8 @@ class Chain:
 
     def saved(self, unit: Unit, level: Level) -> int:
         """Return the bytes that a unit saves at a level, its input included."""
-        # `kept` is beyond a checkpoint of its own, which saves random states beside the input
-        return max(0, unit.input + self.states * len(unit.modules) + level.kept)
+        # `kept` is beyond a checkpoint of its own, which saves these beside the input
+        return max(0, unit.input + self.lasting(unit) + level.kept)
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
@@ -156,7 +145,23 @@ class Chain:
 
     def saves(self, unit: Unit) -> int:
         """Return the bytes that a unit adds in a segment from its recompute to its backward."""
-        return unit.inside.kept + self.states * len(unit.modules)
+        return unit.inside.kept + self.lasting(unit)
+
+    def backward_at_end(self, unit: Unit) -> int:
+        """Return the peak of a unit's recompute and backward, at the end of a segment of several.
+
+        There an input that it does not save is gone after the recompute. But a recompute may end
+        before the unit does, which only the unit in a segment of its own shows.
+        """
+        assert unit.again is not None
+        if not unit.released:
+            return unit.again.backward
+        runs = unit.arrives + unit.inside.forward - unit.begin
+        return min(unit.again.backward, max(runs, unit.inside.backward + self.lasting(unit)))
+
+    def lasting(self, unit: Unit) -> int:
+        """Return the bytes that a segment keeps of a unit from its forward to the segment's end."""
+        return self.states * len(unit.modules) + unit.constants
 
 
 @dataclass(frozen=True)
@@ -237,9 +242,9 @@ def _backward(chain: Chain, item: Item, offset: int) -> Iterator[tuple[int, str]
         yield live + unit.inside.forward - unit.begin, f"recompute of {unit.name}"
         live += chain.saves(unit) + after.freed
     offset += sum(map(chain.saves, units))
-    peak = last.backward_behind if units else last.again.backward
+    peak = chain.backward_at_end(last) if units else last.again.backward
     yield peak + offset, f"recompute of {last.name}"
     for unit, after in zip(reversed(units), reversed(behind), strict=True):
-        # random states live as long as the segment
-        offset += chain.states * len(after.modules) - chain.saves(unit)
-        yield unit.inside.backward + offset, f"backward of {unit.name}"
+        # they live as long as the segment
+        offset += chain.lasting(after) - chain.saves(unit)
+        yield unit.inside.backward + chain.lasting(unit) + offset, f"backward of {unit.name}"

@@ -185,6 +185,14 @@ class _Costs:
         rows = zip(sizes, alone, kept, strict=False)
         return sum(nbytes for nbytes, was_kept, is_kept in rows if was_kept and not is_kept)
 
+    def _constants(self, i: int, name: str) -> int:
+        """Return the bytes of its constants that a checkpoint keeps, and the unit itself does not.
+
+        The difference of the bytes that it saves in both has them; so does a segment of several.
+        """
+        kept, alone = (x.kept_constants[i] for x in (self._readings[i][name], self._alone))
+        return sum(there for there, here in zip(alone, kept, strict=False) if not here)
+
     def _cached(self, i: int, name: str) -> int:
         """Return the bytes of casts of weights that a unit saves, and autocast's cache holds."""
         is_recomputed = name in (PRODUCTS, ATTENTION)
@@ -225,6 +233,7 @@ class _Costs:
             input=found.input,
             freed=freed if found.joined else 0,
             released=self._released(i, inside),
+            constants=self._constants(i, inside),
             begin=alone.begin(i),
             between=alone.peak("leave", i),
             arrives=alone.live.get(f"back {i}", alone.begin(i)),

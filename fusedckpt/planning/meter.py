@@ -89,12 +89,20 @@ class _Held:
         # which it was first gone
         self._since: dict[StorageWeakRef, tuple[int, int]] = {}
         self._gone: dict[StorageWeakRef, int] = {}
+        # by unit the storages of the arguments that do not require grad, and their bytes
+        self._constants: list[dict[StorageWeakRef, int]] = [{} for _ in range(count)]
+        # the same where a storage lives until backward, else 0; counted for the last unit that
+        # gets it
+        self.kept_constants: list[list[int]] = [[] for _ in range(count)]
 
     def note(self, i: int, tensors: Iterable[Tensor], is_given: bool) -> None:
         """Note the tensors that unit i gets, or makes."""
-        tensors = [x for x in tensors if x.requires_grad]
+        all_tensors = [*tensors]
+        constants = [x for x in all_tensors if not x.requires_grad]
+        tensors = [x for x in all_tensors if x.requires_grad]
         if is_given:
             self.see(i)
+            self._constants[i] = {storage_ref(x): nbytes_of([x]) for x in constants}
             self._inputs[i] = [*map(storage_ref, tensors)]
             self.inputs[i] = [nbytes_of([x]) for x in tensors]
         for x in tensors:
@@ -111,6 +119,12 @@ class _Held:
         for storage in self._since:
             if storage not in self._gone and storage.expired():
                 self._gone[storage] = marker
+        if marker == self._count:
+            last = {storage: i for i, row in enumerate(self._constants) for storage in row}
+            self.kept_constants = [
+                [nbytes * (last[x] == i and not x.expired()) for x, nbytes in row.items()]
+                for i, row in enumerate(self._constants)
+            ]
 
     def kept_inputs(self) -> list[list[bool]]:
         """Return by unit whether each of its arguments lives until backward."""
@@ -137,6 +151,8 @@ class Reading:
         self._late = held.late()
         # by unit, of its arguments that require grad: bytes, and whether they live until backward
         self.inputs, self.kept_inputs = held.inputs, held.kept_inputs()
+        # by unit, the bytes of each of its other arguments that lives until backward, else 0
+        self.kept_constants = held.kept_constants
         self.live = dict[str, int]()
         self.peaks, self._ms = Counter[str](), Counter[str]()
         where = "begin"

@@ -24,7 +24,7 @@ from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 
-_FORMAT = {"format": "fusedckpt.plan", "version": 5}
+_FORMAT = {"format": "fusedckpt.plan", "version": 6}
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def starts_of(chain: Chain, longest: int) -> list[_Starts]:
     found: list[_Starts] = []
     # of the segments that start behind the unit, a row each: peaks of forwards behind the first
     # unit, and of recomputes and backwards; live bytes when the gradient arrives; bytes of inputs
-    # that are not kept; bytes of random states; ms
+    # that are not kept; bytes that live as long as the segment; ms
     ways = none = np.zeros((6, 0))
     after: Unit | None = None
     for i, unit in reversed([*enumerate(chain.units)]):
@@ -129,8 +129,8 @@ def starts_of(chain: Chain, longest: int) -> list[_Starts]:
             ways, first = none, 0
         else:
             first = unit.again.forward
-            states = chain.states * len(unit.modules)
-            alone = unit.between, unit.again.backward, unit.arrives, 0, states, unit.again.extra
+            lasting, extra = chain.lasting(unit), unit.again.extra
+            alone = unit.between, unit.again.backward, unit.arrives, 0, lasting, extra
             # bytes below 2^53 are exact
             ways = np.column_stack((np.array(alone, float), ways[:, : longest - 1]))
         forward, backward, _, freed, _, ms = ways
@@ -152,16 +152,16 @@ def _prepended(chain: Chain, unit: Unit, after: Unit, ways: Any) -> Any:
     """Put a unit before segments; after: the unit that was their first."""
     if after.again is None:
         return ways[:, :0]
-    forward, backward, live, freed, states, ms = ways
+    forward, backward, live, freed, lasting, ms = ways
     # the first of them was that unit alone
-    backward = np.concatenate(([after.backward_behind], backward[1:]))
+    backward = np.concatenate(([chain.backward_at_end(after)], backward[1:]))
     first, live = max(unit.between, after.again.forward), live - after.freed
     runs, saves = unit.inside.forward - unit.begin, chain.saves(unit)
     backward = np.maximum(backward + saves, live + runs)
-    backward = np.maximum(backward, unit.inside.backward + states)
+    lasting = lasting + chain.lasting(unit)
+    backward = np.maximum(backward, unit.inside.backward + lasting)
     forward, freed = np.maximum(forward - after.freed, first), freed + after.freed
-    states = states + chain.states * len(unit.modules)
-    return np.stack((forward, backward, live, freed, states, ms + unit.forward_ms))
+    return np.stack((forward, backward, live, freed, lasting, ms + unit.forward_ms))
 
 
 class _Search:

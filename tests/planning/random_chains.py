@@ -34,6 +34,7 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
             joined=joined,
             fixed="modifies its input" if fixed[i] else "",
             released=draw.choice((0, 0, draw.randrange(most // 2))),
+            constants=draw.choice((0, 0, draw.randrange(most // 4))),
         )
 
     units = tuple(unit(i) for i in range(count))

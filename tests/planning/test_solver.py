@@ -34,6 +34,8 @@ def replay(chain: Chain, items) -> tuple[int, float]:
     """Return peak and extra time of a plan, from the tensors that live in every phase."""
     # by unit, bytes more than in a step in which every unit is in a checkpoint of its own
     more, peaks, extra = [0] * len(chain.units), [chain.before, chain.after], 0.0
+    # by unit, random states and arguments that live as long as its segment
+    lasting = [chain.states + unit.constants for unit in chain.units]
     for item in items:
         for i in range(item.start, item.stop):
             unit = chain.units[i]
@@ -56,20 +58,20 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             unit = chain.units[i]
             runs = unit.inside.forward - unit.begin
             peaks.append(chain.units[last].arrives + sum(more[: last + 1]) + runs)
-            # it has its intermediates again, and random states; the next one its input
-            more[i] += unit.inside.kept + chain.states
+            # it has its intermediates again, beside what the segment keeps; the next one its input
+            more[i] += unit.inside.kept + lasting[i]
             more[i + 1] += chain.units[i + 1].freed
             extra += unit.forward_ms
         end = chain.units[last]
         backward = end.again.backward
         if last > item.start and end.released:
             runs = end.arrives + end.inside.forward - end.begin
-            backward = min(backward, max(runs, end.inside.backward))
+            backward = min(backward, max(runs, end.inside.backward + lasting[last]))
         peaks.append(backward + sum(more[:last]))
         extra += chain.units[last].again.extra
         for i in reversed(range(item.start, last)):
-            states = chain.states * (last - i)
-            peaks.append(chain.units[i].inside.backward + sum(more[:i]) + held * (i == 0) + states)
+            held_until_the_end = held * (i == 0) + sum(lasting[i : last + 1])
+            peaks.append(chain.units[i].inside.backward + sum(more[:i]) + held_until_the_end)
         more[0] -= held
     return max(peaks), extra
 
