@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.checkpointing.calls import ATOMS, Argument
+from fusedckpt.checkpointing.chain import ChainedSegment
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.memory import storages_of, strided
-from fusedckpt.planning.roles import HandingOn
+from fusedckpt.planning.roles import OPTIONS
 from fusedckpt.reporting.containers import nested, restorer
 from fusedckpt.reporting.trial import is_state, tensors_of
 
@@ -28,7 +29,7 @@ _CHECKSUMMED = ("cpu",)
 _ROUNDING = 64
 
 
-class Noting(HandingOn):
+class Noting(ChainedSegment):
     """A segment of one unit that notes the tensors which its call saves and returns.
 
     On a CPU it notes checksums of their bits; on other devices copies of the outputs alone, as
@@ -36,7 +37,7 @@ class Noting(HandingOn):
     """
 
     def __init__(self, module: nn.Module):
-        super().__init__()
+        super().__init__(OPTIONS)
         self.module, self._saved, self._late = module, list[tuple[int, Any]](), list[Tensor]()
         # by storage the bytes and the kind of device of the weights that autocast cast
         self.casts: dict[int, tuple[int, str]] = {}

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -26,19 +24,13 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.private import backward_id, pytree
-from fusedckpt.checkpointing.calls import (
-    Argument,
-    Call,
-    Options,
-    layout_of,
-    storage_of,
-)
+from fusedckpt.autograd.private import backward_id
+from fusedckpt.checkpointing.calls import Options
+from fusedckpt.checkpointing.chain import CallChain, ChainedSegment
 from fusedckpt.checkpointing.entry import checkpoint
-from fusedckpt.checkpointing.segment import Segment, is_plain_call
+from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.causal_loss import FusedHead
 from fusedckpt.fusing.subclass import made_of, subclass
 
@@ -165,12 +157,12 @@ class _Gathering:
 def run_at(level: str) -> Role:
     """Return the role of a unit that saves a level: of the above, or of fused layers."""
     contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
-    others: dict[str, Role] = {
+    checkpointed: dict[str, Role] = {
         PRODUCTS: functools.partial(_recompute, {"context_fn": contexts}),
         ATTENTION: functools.partial(_recompute, {"save_regions": (ATTENTION,)}),
         INSIDE: _inside,
     }
-    return others.get(level) or functools.partial(_run_at, level)
+    return checkpointed.get(level) or functools.partial(_run_at, level)
 
 
 def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -187,8 +179,9 @@ def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any
     """Checkpoint a forward with options that say which results stay saved: a role."""
     if is_plain_call() or current() is not None:
         return forward(*args, **kwargs)
-    run = functools.partial(forward, **kwargs)
-    return checkpoint(run, *args, preserve_python_rng=True, **options)
+    if torch.compiler.is_compiling():
+        return checkpoint(functools.partial(forward, **kwargs), *args, **options)
+    return ChainedSegment(OPTIONS._replace(**options)).add_call(forward, args, kwargs)
 
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
@@ -200,117 +193,7 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Output(Argument):
-    """An argument that an earlier call of the segment returned, as its leaf of that number."""
-
-    storage = 0
-
-    def __init__(self, call: int, leaf: int):
-        self.place = call, leaf
-
-    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
-        """Return the tensor that the call returned at this place in this recompute."""
-        assert made is not None
-        return made[self.place]
-
-
-class _Part(Call):
-    """A call that may take and leave outputs; `last_uses` says which calls take them last."""
-
-    number, last_uses = 0, {}
-
-    def leave(self, result: Any, made: dict[Any, Any]) -> None:
-        """Leave in `made` the outputs that later calls take."""
-        made |= {(self.number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
-        for place in [p for p in made if self.last_uses.get(p, 0) <= self.number]:
-            del made[place]
-
-
-class HandingOn(Segment):
-    """A segment of several calls in a row, which hand on their outputs instead of keeping them."""
-
-    def __init__(self, options: Options = OPTIONS) -> None:
-        super().__init__(options)
-        # by place in memory, while they live as they were returned
-        self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], _Output]] = {}
-        self._last_uses: dict[tuple[int, int], int] = {}
-
-    def go_on(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call `fn` as the next call of the segment."""
-        number = len(self.calls)
-        if number:
-            # an output of an earlier call may be anywhere in them
-            args, spec = pytree.tree_flatten((args, kwargs))
-            fn, kwargs = _Flat(fn, spec), {}
-        part = _Part(fn, args, kwargs, self.options, self._hold)
-        part.number, part.last_uses = number, self._last_uses
-        output = self.run(part, args, kwargs)
-        for i, leaf in enumerate(pytree.tree_leaves(output)):
-            if isinstance(leaf, Tensor):
-                known = weakref.ref(leaf), versions_of(leaf), _Output(number, i)
-                self._outputs[_place_of(leaf)] = known
-        return output
-
-    def _hold(self, tensor: Tensor) -> Argument:
-        known = self._outputs.get(_place_of(tensor))
-        if known is None or known[0]() is None or known[1] != versions_of(tensor):
-            return Argument(tensor)
-        self._last_uses[known[2].place] = len(self.calls)
-        return known[2]
-
-
-def _place_of(tensor: Tensor) -> Any:
-    """Return a key that a tensor shares with an alias of it, such as hooks of a call may make."""
-    storage = storage_of(tensor)
-    if not storage:
-        return id(tensor)
-    return storage, layout_of(tensor), tensor.dtype, tensor.requires_grad
-
-
-class _Flat:
-    """A function of the leaves of its arguments."""
-
-    def __init__(self, fn: Callable[..., Any], spec: pytree.TreeSpec):
-        self.fn, self.spec = fn, spec
-        # the module that a bound method is of
-        self.__self__ = getattr(fn, "__self__", None)
-
-    def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return self.fn(*args, **kwargs)
-
-
-class _Thread(threading.local):
-    # the segment that a later call may go on with, its `Segmented`, and the place of that call
-    running: tuple[Callable[[], Any], Any, int] = (lambda: None), None, 0
-
-
-_thread = _Thread()
-
-
-class Segmented:
-    """Several modules, called one after the other, checkpointed as one segment.
-
-    Under torch.compile every module is a checkpoint of its own.
-    """
-
-    def run(self, place: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run member `place`; called out of order, it starts a segment of its own."""
-        # inside a checkpoint it is run again anyway, and perhaps without the members before it
-        if is_plain_call() or current() is not None:
-            return forward(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return checkpoint(functools.partial(forward, **kwargs), *args)
-        # the segment that runs, while a graph holds it, if it expects this member next
-        known, of, expected = _thread.running
-        segment = known() if place and of is self and expected == place else None
-        segment, _thread.running = segment or HandingOn(), _Thread.running
-        output = segment.go_on(forward, args, kwargs)
-        _thread.running = weakref.ref(segment), self, place + 1
-        return output
-
-
 def segmented(count: int = 1) -> list[Role]:
     """Return the roles of modules that are checkpointed as one segment."""
-    run = Segmented().run
+    run = CallChain(OPTIONS).run
     return [functools.partial(run, place) for place in range(count)]

@@ -121,8 +121,8 @@ class _Visits:
         states = {key: _state_of(x) for key, x in objects.items()}
         # it keeps nothing: a forward that saves everything may not fit
         segment = self.segments[name] = Noting(self._model.get_submodule(name))
-        output = segment.finish(segment.go_on(forward, args, kwargs))
-        writes = versions != [x._version for x in tensors] or leaves != _leaf_ids([args, kwargs])
+        output = segment.finish(segment.add_call(forward, args, kwargs))
+        writes = versions != [x._version for x in tensors]
         segment.changed = {k: x for k, x in objects.items() if _state_of(x) != states[k]}
         made = [x for x in tensors_of([output]) if x.requires_grad]
         visible = _leaf_ids(output)

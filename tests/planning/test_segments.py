@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import is_recomputing, prefetch_recompute
+from fusedckpt.checkpointing.chain import ChainedSegment
 from fusedckpt.memory import saved_tensors
-from fusedckpt.planning.roles import HandingOn
+from fusedckpt.planning.roles import OPTIONS
 
 
 class Line(nn.Module):
@@ -273,7 +274,7 @@ def test_nothing_lives_on_without_a_collection():
     planned(model, x, policy="uniform:2").apply(model)
 
     def left():
-        return sum(type(thing) is HandingOn for thing in gc.get_objects()) - before
+        return sum(type(thing) is ChainedSegment for thing in gc.get_objects()) - before
 
     before = 0
     gc.collect()
@@ -296,15 +297,15 @@ def test_nothing_lives_on_without_a_collection():
 
 def test_an_address_of_a_handed_on_output_is_used_again():
     """An output that is gone must not be taken for what comes to lie where it lay."""
-    segment, x = HandingOn(), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    segment, x = ChainedSegment(OPTIONS), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     total = 0
     for _ in range(50):
-        y = segment.go_on(lambda x: (x.sin() * 2).exp(), (x,), {})
+        y = segment.add_call(lambda x: (x.sin() * 2).exp(), (x,), {})
         total = total + y.sum()
         del y
         # a fresh tensor, likely at the same address
         z = torch.full((4, 6), 0.5, dtype=torch.float64)
-        total = total + segment.go_on(lambda z, x: (z * x.cos()).sin(), (z, x), {}).sum()
+        total = total + segment.add_call(lambda z, x: (z * x.cos()).sin(), (z, x), {}).sum()
         del z
     (found,) = torch.autograd.grad(total, x)
     plain = (x.sin() * 2).exp().sum() + (0.5 * x.cos()).sin().sum()

@@ -1,0 +1,167 @@
+"""A segment of several calls, which pass their outputs to later calls without saving them.
+
+A planner checkpoints modules of someone's model in one segment, while the code of that model calls
+them. A call is known to belong to the segment only when it comes:
+
+    open segment of a chain   call of the chain     the call
+    none                      place 0               opens a segment
+    next place 1              place 1               is added to it: its argument is an output of the
+                                                    call before, which the segment does not save
+    next place 2              place 4, out of turn  opens another segment
+
+Containers among the arguments are copied, shallowly, for the recompute: a model may append to a
+list that a module got, as dense networks do, and a module may write to a dict. The forward gets the
+containers themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd.phases import current
+from fusedckpt.autograd.private import pytree
+from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of
+from fusedckpt.checkpointing.entry import checkpoint
+from fusedckpt.checkpointing.segment import Segment, is_plain_call
+
+
+class CallOutput(Argument):
+    """An argument that an earlier call of the segment returned, as its leaf of that number."""
+
+    storage = 0
+
+    def __init__(self, call: int, leaf: int):
+        self.place = call, leaf
+
+    def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
+        """Return the tensor that the call returned at this place in this recompute."""
+        assert made is not None
+        return made[self.place]
+
+
+class ChainedCall(Call):
+    """A call of a segment of several.
+
+    number: of calls before it. last_uses: by output of a call, the number of the last call that
+    takes it, complete once the segment is.
+    """
+
+    def __init__(
+        self,
+        fn: Any,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        hold: Callable[[Tensor], Argument],
+        number: int,
+        last_uses: dict[tuple[int, int], int],
+    ):
+        # an output of an earlier call may be anywhere in them
+        leaves, self._spec = pytree.tree_flatten((args, kwargs))
+        super().__init__(fn, leaves, {}, options, hold)
+        self._number, self._last_uses = number, last_uses
+
+    def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments, with containers as they were before the call."""
+        leaves, _ = super().arguments(made)
+        return pytree.tree_unflatten(leaves, self._spec)
+
+    def leave(self, result: Any, made: dict[Any, Any]) -> None:
+        """Leave in `made` the outputs that later calls take."""
+        made |= {(self._number, i): leaf for i, leaf in enumerate(pytree.tree_leaves(result))}
+        for place in [p for p in made if self._last_uses.get(p, 0) <= self._number]:
+            del made[place]
+
+
+class ChainedSegment(Segment):
+    """A segment of several calls in a row."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
+        # by place in memory, while they live as they were returned
+        self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], CallOutput]] = {}
+        self._last_uses: dict[tuple[int, int], int] = {}
+
+    def add_call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call `fn` as the next call of the segment, and return its output."""
+        number = len(self.calls)
+        call = ChainedCall(fn, args, kwargs, self.options, self._hold, number, self._last_uses)
+        output = self.run(call, args, kwargs)
+        for i, leaf in enumerate(pytree.tree_leaves(output)):
+            if isinstance(leaf, Tensor):
+                known = weakref.ref(leaf), versions_of(leaf), CallOutput(number, i)
+                self._outputs[_key_of(leaf)] = known
+        return output
+
+    def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
+        # a tensor in a container is not the segment's own either
+        super()._mark(output, tuple(pytree.tree_leaves(given)))
+
+    def _hold(self, tensor: Tensor) -> Argument:
+        known = self._outputs.get(_key_of(tensor))
+        if known is None:
+            return self.hold(tensor)
+        reference, versions, output = known
+        if reference() is None or versions != versions_of(tensor):
+            return self.hold(tensor)
+        self._last_uses[output.place] = len(self.calls)
+        return output
+
+
+def _key_of(tensor: Tensor) -> Any:
+    """Return a key that a tensor shares with an alias of it, such as hooks of a call may make."""
+    storage = storage_of(tensor)
+    if not storage:
+        return id(tensor)
+    return storage, layout_of(tensor), tensor.dtype, tensor.requires_grad
+
+
+class Open(NamedTuple):
+    """The segment to which the next call of this thread may be added."""
+
+    # a weak reference: it is open while a graph keeps it
+    segment: Callable[[], ChainedSegment | None]
+    # the chain of functions that it is a segment of
+    owner: CallChain | None
+    # the place in that chain of the call that it expects
+    next_place: int
+
+
+class _Thread(threading.local):
+    open = Open((lambda: None), None, 0)
+
+
+_thread = _Thread()
+
+
+class CallChain:
+    """Functions that are called one after the other, and checkpointed as one segment.
+
+    Under torch.compile every function is a checkpoint of its own.
+    """
+
+    def __init__(self, options: Options):
+        self._options = options
+
+    def run(self, place: int, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call the function at a place; called out of turn, it opens another segment."""
+        # inside a checkpoint it is run again anyway, and perhaps without the calls before it
+        if is_plain_call() or current() is not None:
+            return fn(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(functools.partial(fn, **kwargs), *args)
+        known, owner, next_place = _thread.open
+        segment = known() if place and owner is self and next_place == place else None
+        # a call inside this one opens segments of its own
+        segment, _thread.open = segment or ChainedSegment(self._options), _Thread.open
+        output = segment.add_call(fn, args, kwargs)
+        _thread.open = Open(weakref.ref(segment), self, place + 1)
+        return output
