@@ -119,7 +119,7 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
     read = x if call.read is None else x.to(call.read)
     share = None
-    if phase is None and call.shares and hasattr(x.grad_fn, "source"):
+    if phase is None and call.shares and hasattr(norm_sharing.whole_of(x).grad_fn, "source"):
         share = norm_sharing.apply
     elif phase is None and call.is_norm and x.grad_fn is not None:
         share = norm_sharing.apply_norm

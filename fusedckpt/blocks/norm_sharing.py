@@ -154,11 +154,26 @@ def apply(function: Callable[..., Any], n: Tensor, read: Tensor, *args: Any) -> 
 
     Only if there are no saved-tensor hooks, or only counting ones.
     """
-    found, run = made_from(n), partial(function, read, *args)
-    if found is None:
+    whole = whole_of(n)
+    tensors, run = made_from(whole), partial(function, read, *args)
+    if tensors is None or private.hooks_of(n):
         return run()
-    again = n.grad_fn.source.again  # type: ignore[union-attr]  # noted
-    return _replacing(run, lambda: Recipe(again, None, found, read.dtype), found)
+    again = whole.grad_fn.source.again  # type: ignore[union-attr]  # noted
+    if whole is not n:
+        again = partial(_viewed, again, n.shape)
+    return _replacing(run, lambda: Recipe(again, None, tensors, read.dtype), tensors)
+
+
+def whole_of(x: Tensor) -> Tensor:
+    """Return the norm's result that x shows whole in another shape, as rows, or x itself."""
+    base = x._base
+    if base is None or not hasattr(base.grad_fn, "source") or base.numel() != x.numel():
+        return x
+    return base if base.is_contiguous() and x.is_contiguous() and base.dtype == x.dtype else x
+
+
+def _viewed(again: Callable[..., Tensor], shape: torch.Size, *tensors: Tensor | None) -> Tensor:
+    return again(*tensors).view(shape)
 
 
 def apply_norm(function: Callable[..., Any], x: Tensor, read: Tensor, *args: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
@@ -16,7 +17,7 @@ from fusedckpt.fusing.held import MARK, Block
 from fusedckpt.fusing.layouts import is_activation
 from fusedckpt.fusing.matcher import state_key
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.sharing import SharedLinear, SharedProduct
+from fusedckpt.fusing.sharing import SharedLinear, SharedProduct, SharedReader
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
@@ -75,7 +76,9 @@ def _name_impure(search: Search, name: str, module: nn.Module, reason: NotFused)
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
-    """Whether the linears and activations that a layer calls save recipes of their inputs."""
+    """Whether a module, or the linears and activations that it calls, save recipes of inputs."""
+    if name in shared and issubclass(shared[name].to, SharedReader):
+        return True
     swaps = [shared.get(join(name, child)) for child, _ in module.named_children()]
     kinds = [swap.to for swap in swaps if swap is not None]
     acts = sum(issubclass(kind, SharedActivation) for kind in kinds)
@@ -93,7 +96,16 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, nn.Linear) or reasons.is_transposed(module):
         # its own forward runs, and saves its input or something else
         return SharedProduct
-    return SharedActivation if is_activation(module) else None
+    if is_activation(module):
+        return SharedActivation
+    return SharedReader if _has_one_matrix(module) else None
+
+
+def _has_one_matrix(module: nn.Module) -> bool:
+    """Whether a module of a library multiplies by a weight of its own, as routers do."""
+    weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    is_own = not type(module).__module__.startswith("torch.")
+    return is_own and sum(p.dim() == 2 for p in weights) == 1 and all(p.dim() < 3 for p in weights)
 
 
 def may_share(module: nn.Module, block: Block | None) -> bool:

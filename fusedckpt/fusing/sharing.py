@@ -30,6 +30,8 @@ from fusedckpt.blocks.norm_sharing import Recipe
 
 # where a node has its note, and its recipe
 _NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
+# nodes of casts, and of views as rows
+_RESHAPES = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
 
 
 class Note(NamedTuple):
@@ -72,9 +74,10 @@ def recipe_of(x: Any, *makers: str) -> Recipe | None:
     """Return how to recompute x where a fused norm or one of `makers` made it, None otherwise."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.grad_fn is None:
         return None
-    node: Any = x.grad_fn
-    if hasattr(node, "source"):
-        tensors = norm_sharing.made_from(x)
+    whole = norm_sharing.whole_of(x)
+    node: Any = whole.grad_fn
+    if hasattr(node, "source") and (whole is x or not private.hooks_of(x)):
+        tensors = norm_sharing.made_from(whole)
         return None if tensors is None else _remembered(node, node.source.again, None, tensors)
     note: Note | None = node.metadata.get(_NOTE)
     if note is None or note.makes not in makers or private.hooks_of(x):
@@ -104,9 +107,12 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
             return run(x)
         # autograd keeps the pack hook as long as the saved tensor: it must not hold x
         storage, numel = private.storage_key(x.untyped_storage()), x.numel()
+        node: Any = norm_sharing.whole_of(x).grad_fn
+        maker = weakref.ref(node) if hasattr(node, "source") else _nothing
 
         def pack(tensor: Tensor) -> _Kept:
             is_x = private.storage_key(tensor.untyped_storage()) == storage
+            is_x = is_x or (tensor._version == 0 and _is_cast(tensor, maker()))
             is_x = is_x and tensor.numel() == numel and tensor.is_contiguous()
             if is_x:
                 recipe.added()
@@ -117,6 +123,18 @@ def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, norm_sharing.unpack):
             return run(x)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_cast(tensor: Tensor, maker: Any) -> bool:
+    """Whether a tensor is a copy of a node's result in another dtype, in any shape."""
+    node = tensor.grad_fn
+    while node is not None and node is not maker and node.name() in _RESHAPES:
+        node = node.next_functions[0][0]
+    return node is not None and node is maker
 
 
 def note_maker(
@@ -171,6 +189,16 @@ class SharedProduct(Shared):
         to = autocast_dtype(x.device)
         # as autocast does, on a tensor that is known
         return read(recipe, x if to is None or x.dtype == torch.float64 else x.to(to), forward)
+
+
+class SharedReader(SharedProduct):
+    """Forward of a module with a weight of its own, such as a router of experts.
+
+    It may cast its input, and saves other tensors as ever.
+    """
+
+    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Any:
+        return read(recipe, x, forward)
 
 
 class SharedLinear(SharedProduct):
