@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
 from fusedckpt.fusing.forwards import Swap
@@ -136,6 +140,24 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters()), torch.float32)
 
 
+class _MasksOfBytes(TorchFunctionMode):
+    """Runs dropouts on meta as a GPU does: a mask has a byte for each element, as it has there."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is F.dropout:
+            return _native_dropout(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _native_dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    runs = training and 0 < p < 1
+    return torch.native_dropout(input, p, True)[0] if runs else F.dropout(input, p, training)
+
+
 def saved_per_token(
     module: nn.Module, swap: Swap, dtype: torch.dtype | None = None
 ) -> tuple[float, float] | None:
@@ -147,7 +169,8 @@ def saved_per_token(
     """
     # so many that the seeds of a call are less than a byte per token
     tokens, counts = 64, []
-    with undisturbed("meta"):
+    is_on_gpu = any(p.is_cuda for p in module.parameters())
+    with undisturbed("meta"), _MasksOfBytes() if is_on_gpu else nullcontext():
         for change in (None, swap):
             leaves: dict[int, Tensor] = {
                 id(p): torch.empty(p.shape, dtype=dtype or p.dtype, device="meta").requires_grad_()

@@ -170,14 +170,14 @@ def count(fn):
     )
 
 
-def statistics_bytes(batch=2, dtype=torch.float32):
+def statistics_bytes(batch=2, dtype=torch.float32, rows=T, heads=H, width=D // H):
     """Return the bytes that attention saves beside queries, keys, values and its output.
 
     These are the log-sum-exp. A GPU's kernels may pad it, and save the state of a generator.
     """
-    inputs = [randn(batch, T, H, D // H, dtype=dtype).transpose(1, 2) for _ in range(3)]
+    inputs = [randn(batch, rows, heads, width, dtype=dtype).transpose(1, 2) for _ in range(3)]
     nbytes = saved_bytes(SDPA, inputs) - 4 * inputs[0].nbytes
-    log_sum_exp = batch * T * 4 * H
+    log_sum_exp = batch * rows * 4 * heads
     assert nbytes == log_sum_exp if DEVICE.type == "cpu" else nbytes >= log_sum_exp
     return nbytes
 
