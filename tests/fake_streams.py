@@ -27,8 +27,12 @@ class RaceError(AssertionError):
 
 
 class Event:
-    def __init__(self, name: str, clock: Counter[str]):
-        self.name, self.clock = name, Counter(clock)
+    def __init__(self, name: str, clock: Counter[str], device: Any = None):
+        self.name, self.clock, self.device = name, Counter(clock), device
+
+    def synchronize(self) -> None:
+        """Have the host wait, and so all work that is asked for later."""
+        self.device.compute.wait_event(self)
 
 
 class Stream:
@@ -45,7 +49,7 @@ class Stream:
         self.work()
         number = self.device.num_events = self.device.num_events + 1
         self.device.log.append(f"{self.name}: record event {number}")
-        return Event(f"event {number}", self.clock)
+        return Event(f"event {number}", self.clock, self.device)
 
     def wait_event(self, event: Event) -> None:
         # memory that was freed before this wait did not wait for it

@@ -176,6 +176,13 @@ def _hooks_around() -> str:
     return "" if is_seen else "hooks on saved tensors, or a checkpoint, are around"
 
 
+def is_movable(tensor: Tensor) -> bool:
+    """Whether a tensor is large, all of its storage, and nobody's leaf."""
+    nbytes = tensor.untyped_storage().nbytes() if storage_of(tensor) else 0
+    is_large = tensor.nbytes == nbytes >= SMALL
+    return is_large and not tensor.is_inference() and leaf_of(tensor) is None
+
+
 class OffloadedInputs:
     """The large inputs of one segment, which leave the device and come back together."""
 
@@ -194,9 +201,7 @@ class OffloadedInputs:
 
     def save(self, tensor: Tensor, made_by: OffloadedInputs | None = None) -> Argument:
         """Save an input; made_by: the inputs of the segment that returned it, if one did."""
-        nbytes = tensor.untyped_storage().nbytes() if storage_of(tensor) else 0
-        is_large = tensor.nbytes == nbytes >= SMALL
-        if not is_large or tensor.is_inference() or leaf_of(tensor) is not None:
+        if not is_movable(tensor):
             return Argument(tensor)
         if reason := obstacle(tensor.device) or _hooks_around():
             declined[reason] += 1

@@ -80,8 +80,11 @@ def checkpoint_sequential(
 
 
 # functions from start to stop, counted within the span around, as a segment: None, or a list of
-# spans where segments are nested in it; or, as no segment, what gives the context that they run in
+# spans where segments are nested in it, or OFFLOADED; or, as no segment, what gives the context
+# that they run in
 Span: TypeAlias = tuple[int, int, Any]
+# a segment whose input waits for backward in host memory
+OFFLOADED = "offloaded"
 
 
 def halves(count: int, is_inside: bool = False) -> list[Span]:
@@ -103,13 +106,15 @@ def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], i
         if isinstance(within, list):
             input = _checkpointed(options, input, _run, parts[start:stop], within, options)
             continue
-        while within is None and start < stop:
-            stretch = _Stretch(parts[start:stop])
-            input = _checkpointed(options, input, stretch)
-            start += stretch.count
-        if within is not None:
+        if within is not None and within != OFFLOADED:
             with within():
                 input = _chain(parts[start:stop], input)
+            continue
+        own = options if within is None else {**options, "offload": True}
+        while start < stop:
+            stretch = _Stretch(parts[start:stop])
+            input = _checkpointed(own, input, stretch)
+            start += stretch.count
     return input
 
 

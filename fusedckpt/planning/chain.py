@@ -27,6 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fusedckpt.checkpointing.offload import KEPT
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,10 @@ class Unit:
     released: int = 0
     # bytes of its arguments without gradients that it does not save, but any segment keeps
     constants: int = 0
+    # bytes of its arguments that a segment which starts here can offload
+    movable: int = 0
+    # ms of its backward, without a recompute
+    backward_ms: float = 0.0
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -116,6 +125,9 @@ class Chain:
     slower: float = 1.0
     # whether autocast's cache of cast weights lives until the loss is computed
     outlives: bool = True
+    # bytes per ms of copies to the host and back; 0 where segments offload nothing
+    to_host: float = 0.0
+    to_device: float = 0.0
 
     @property
     def forward_ms(self) -> float:
@@ -129,7 +141,11 @@ class Chain:
     def kept_by(self, item: Item) -> int:
         """Return the bytes that an item saves until its backward."""
         unit, level = self.units[item.start], self.level_of(item)
-        return unit.input if level is None else self.saved(unit, level)
+        return unit.input - self.moved_by(item) if level is None else self.saved(unit, level)
+
+    def moved_by(self, item: Item) -> int:
+        """Return the bytes that an item offloads."""
+        return self.units[item.start].movable if item.offloads else 0
 
     def saved(self, unit: Unit, level: Level) -> int:
         """Return the bytes that a unit saves at a level, its input included."""
@@ -141,7 +157,20 @@ class Chain:
         *units, last = self.units[item.start : item.stop]
         level = self.level_of(item) or last.again
         assert level is not None
-        return self.slower * (sum(unit.forward_ms for unit in units) + level.extra)
+        extra = sum(unit.forward_ms for unit in units) + level.extra
+        if item.offloads:
+            backward = sum(unit.backward_ms for unit in (*units, last))
+            forward = sum(unit.forward_ms for unit in (*units, last))
+            extra += float(self.exposed_ms(self.moved_by(item), forward, extra + backward))
+        return self.slower * extra
+
+    def exposed_ms(self, nbytes: int, forward: Any, backward: Any) -> Any:
+        """Return the ms of a segment's copies that its forward, and its backward, do not hide.
+
+        forward and backward: ms, as numbers or arrays; the second with the recompute.
+        """
+        leaves = np.maximum(nbytes / self.to_host - forward, 0.0)
+        return leaves + np.maximum(nbytes / self.to_device - backward, 0.0)
 
     def saves(self, unit: Unit) -> int:
         """Return the bytes that a unit adds in a segment from its recompute to its backward."""
@@ -171,6 +200,8 @@ class Item:
     start: int
     stop: int
     level: str | None = None
+    # whether the segment's inputs wait for backward in host memory
+    offloads: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,25 +239,52 @@ def simulate(chain: Chain, items: Sequence[Item]) -> Outcome:
 def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     """Yield peaks of a step, and the part of the step that each is of, in order."""
     yield chain.before, "code before the units"
-    offset, cached, offsets = 0, 0, []
-    for item in items:
+    offset, cached, offsets = 0, 0, list[int]()
+    gone, gone_in_backward = gone_bytes(chain, items)
+    for k, item in enumerate(items):
         offsets.append(offset)
         for number, unit in enumerate(chain.units[item.start : item.stop]):
             level = chain.level_of(item) or unit.again
             assert level is not None
-            yield level.forward + offset - cached, f"forward of {unit.name}"
+            yield level.forward + offset - cached - gone[k], f"forward of {unit.name}"
             # `again` keeps 0
             offset += -unit.freed if number else level.kept
             cached += level.cached
             if unit is chain.units[-1] and not chain.outlives:
                 cached = 0
-            yield unit.between + offset - cached, f"code behind {unit.name}"
-    for item, offset in zip(reversed(items), reversed(offsets), strict=True):
+            is_last = number == item.stop - item.start - 1
+            live = offset - cached - gone[k + is_last]
+            yield unit.between + live, f"code behind {unit.name}"
+    for k, item in reversed([*enumerate(items)]):
+        offset = offsets[k] - gone_in_backward[k]
         if level := chain.level_of(item):
             yield level.backward + offset, f"backward of {chain.units[item.start].name}"
         else:
             yield from _backward(chain, item, offset)
     yield chain.after, "the optimizer's step"
+
+
+def gone_bytes(chain: Chain, items: Sequence[Item]) -> tuple[list[int], list[int]]:
+    """Return the offloaded bytes that the device does not hold, by item, in forward and backward.
+
+    In the forward of each item, and after the last: the inputs of the latest KEPT + 1 segments are
+    still there. In the backward of each, of the items before it: the input of the next one arrives.
+    """
+    offloading = [k for k, item in enumerate(items) if item.offloads]
+    moved = {k: chain.moved_by(items[k]) for k in offloading}
+    left = offloading[: -(KEPT + 1)]
+    # by the item at whose end they are freed
+    frees = dict(zip(offloading[KEPT + 1 :], left, strict=True))
+    forward, backward = [0], [0]
+    for k in range(len(items)):
+        forward.append(forward[k] + (moved[frees[k]] if k in frees else 0))
+        backward.append(backward[k] + (moved[k] if k in left else 0))
+    following = dict(zip(offloading[1:], offloading, strict=False))
+    for k in offloading:
+        arrives = following.get(k)
+        if arrives is not None and arrives in left:
+            backward[k] -= moved[arrives]
+    return forward, backward
 
 
 def _backward(chain: Chain, item: Item, offset: int) -> Iterator[tuple[int, str]]:

@@ -21,6 +21,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.meter import Meter, Reading, Times, once, roles_at, step_kind
+from fusedckpt.planning.offloading import CopyRates
 from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
@@ -38,8 +39,8 @@ class Measured(NamedTuple):
     plain: Times | None
 
 
-def measured(step: Step, found: Sequence[Found], selective: bool) -> Measured:
-    """Measure units; selective: at PRODUCTS, too."""
+def measured(step: Step, found: Sequence[Found], selective: bool, rates: CopyRates) -> Measured:
+    """Measure units; selective: at PRODUCTS, too; rates: of copies that offload inputs."""
     meter = Meter(step, found)
     alone = meter.alone()
     freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
@@ -62,16 +63,19 @@ def measured(step: Step, found: Sequence[Found], selective: bool) -> Measured:
         states=states,
         head=max(0, head),
         outlives=costs.outlives,
+        to_host=rates.to_host,
+        to_device=rates.to_device,
     )
     return Measured(chain, plain)
 
 
 class _Ms(NamedTuple):
-    """The ms that a unit takes: its forward, more at each level, and a recompute of it alone."""
+    """The ms that a unit takes: its forward, more at each level, a recompute, and its backward."""
 
     forward: float
     extra: dict[str, float]
     again: float
+    backward: float
 
 
 class _Costs:
@@ -167,7 +171,7 @@ class _Costs:
             least = max(scale * (both[name] - both[first]), least + _NOT_FREE * ms)
             # a recompute without attention takes no longer than one with it
             extra[name] = min(least, again) if name == ATTENTION else least
-        return _Ms(ms, extra, again)
+        return _Ms(ms, extra, again, scale * mean("back", first))
 
     def _kept(self, i: int, name: str) -> int:
         """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
@@ -241,4 +245,6 @@ class _Costs:
             joined=found.joined and 2 * freed > found.input,
             fixed=found.fixed,
             members=tuple(name for name, _ in found.members),
+            movable=found.movable,
+            backward_ms=ms.backward,
         )

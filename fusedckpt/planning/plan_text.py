@@ -48,7 +48,7 @@ def _cells(plan: Plan, item: Item) -> Row:
     chain, units = plan.chain, plan.chain.units[item.start : item.stop]
     if item.level is None:
         of = f" of {len(units)} units" if len(units) > 1 else ""
-        planned = of
+        planned = f"{of}, offloaded" if item.offloads else of
     else:
         planned = "unchanged" if item.level == PLAIN else f"saves {item.level}"
         # a unit with a forward that is not the same twice is named below
@@ -74,6 +74,7 @@ def _figures(plan: Plan) -> list[str]:
         "measured peak": None if measured is None else enough(measured),
         "extra time": _extra(plan),
         "lower bound": f"{plan.lower_bound_ms:.2f} ms" if plan.lower_bound_ms else None,
+        "offload": _offload(plan),
         "limited by": _limited_by(plan),
     }
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
@@ -92,6 +93,20 @@ def _limited_by(plan: Plan) -> str | None:
     kept = sum(max(0, b.begin - a.begin - b.input - states) for a, b in pairs)
     told = f"code between these modules prevents one segment across them: {names}"
     return f"{told}; it saves {size(kept)}"
+
+
+def _offload(plan: Plan) -> str | None:
+    """Say how many bytes segments offload, or why none does; None where this was not asked for."""
+    if plan.offload:
+        return f"declined: {plan.offload}"
+    items = [item for item in plan.items if item.offloads]
+    if not items:
+        return None
+    chain = plan.chain
+    nbytes = sum(map(chain.moved_by, items))
+    rates = " and ".join(f"{rate / 1e6:.1f}" for rate in (chain.to_host, chain.to_device))
+    told = f"{size(nbytes)}, the inputs of {len(items)} segments"
+    return f"{told}; copies at {rates} GB/s to the host and back; their ms are arithmetic"
 
 
 def _extra(plan: Plan) -> str:

@@ -20,6 +20,7 @@ from fusedckpt.autograd import arguments
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
 from fusedckpt.planning.measure import measured
+from fusedckpt.planning.offloading import CopyRates, copy_rates
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.survey import surveyed
@@ -42,6 +43,7 @@ def plan(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     accumulate: bool | int = False,
     zero_grad: str = "forward",
+    offload: bool = False,
     group: Group = None,
     progress: bool = True,
     **kwargs: Any,
@@ -97,6 +99,11 @@ def plan(
             budget then holds for each micro-batch.
         zero_grad: "forward" or "backward": the phase before which the loop frees the gradients of
             the step before.
+        offload: let segments offload their inputs to host memory, as `checkpoint(offload=True)`
+            does, where a plan within the budget is faster for it, or possible only so. The rate of
+            copies is measured on all ranks at once; the time that they add is arithmetic. The
+            printed plan says why no segment offloads: the device cannot, the budget fits without
+            it, another plan costs less, or the plan would have fewer than four such segments.
         group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
@@ -139,10 +146,28 @@ def plan(
         )
         step, assumed = _in_state(step, parallel, is_there)
         is_default = units is None and isinstance(policy, str)
-        goal = _Goal(policy, limit, is_rest, assumed, frees_late, is_default, progress)
+        goal = _Goal(
+            policy=policy,
+            limit=limit,
+            is_rest=is_rest,
+            assumed=assumed,
+            frees_late=frees_late,
+            is_default=is_default,
+            rates=rates[0] if rates else None,
+            progress=progress,
+        )
         return _planned(step, names, goal)
 
-    made = broadcast(ranks, make)
+    rates = list[CopyRates]()
+
+    def measure_copies() -> None:
+        parameters = model.parameters() if isinstance(model, nn.Module) else ()
+        tensor = next(iter([*parameters, *tensors_of((args, kwargs))]), None)
+        # `make` names a bad argument
+        rates.extend([] if tensor is None else [copy_rates(tensor.device)])
+
+    is_asked = arguments.flag("plan", "offload", offload)
+    made = broadcast(ranks, make, measure_copies if is_asked else None)
     note_plan(model, made)
     return made
 
@@ -181,6 +206,8 @@ class _Goal(NamedTuple):
     frees_late: bool
     # whether the units are the default ones
     is_default: bool
+    # of copies to the host, None where nothing is to be offloaded
+    rates: CopyRates | None
     progress: bool
 
 
@@ -235,10 +262,12 @@ def _planned(step: Step, names: list[str], goal: _Goal) -> Plan:
         limit = None if limit is None else limit + rest
 
         tell("measuring units")
-        measurement = measured(step, survey.units, policy == "speed")
+        rates = goal.rates or CopyRates()
+        measurement = measured(step, survey.units, policy == "speed", rates)
         tell("trying plans")
         title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
-        trials = Trials(step, measurement, title, limit, survey.left_out)
+        declined = None if goal.rates is None else rates.obstacle
+        trials = Trials(step, measurement, title, limit, survey.left_out, declined)
         best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
         best = trials.timed(best)
     gradient_bytes = nbytes_of([*step.gradients.values(), *step.stale])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.levels import LEVELS, saving
-from fusedckpt.checkpointing.sequential import Span
+from fusedckpt.checkpointing.sequential import OFFLOADED, Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
 from fusedckpt.planning.plan_plot import draw
@@ -63,6 +63,8 @@ class Plan:
     error_ms: float = 0.0
     # the time of the model's forward
     forward_ms: float = 0.0
+    # why no segment offloads its input, "" where one does; None where this was not asked for
+    offload: str | None = None
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -122,7 +124,7 @@ class Plan:
         for item in self.items:
             names = self._names(item)
             if item.level is None:
-                yield from zip(names, roles.segmented(len(names)), strict=True)
+                yield from zip(names, roles.segmented(len(names), item.offloads), strict=True)
             elif item.level != roles.PLAIN:
                 for name in names:
                     yield name, roles.run_at(item.level)
@@ -145,7 +147,7 @@ class Plan:
                     f"checkpoint_sequential: a plan of {count} functions was expected, got one "
                     f"with the unit {names[-1]}: give plan these functions as units="
                 )
-            within = None
+            within: Any = OFFLOADED if item.offloads else None
             if item.level is not None:
                 within = partial(saving, item.level) if item.level in LEVELS else nullcontext
             found.append((int(names[0]), int(names[-1]) + 1, within))

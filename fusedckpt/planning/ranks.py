@@ -49,8 +49,14 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
     return found if found.size() > 1 else None
 
 
-def broadcast(group: ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
+def broadcast(
+    group: ProcessGroup | None,
+    make: Callable[[], Plan],
+    together: Callable[[], object] | None = None,
+) -> Plan:
     """Return the plan that the first rank of a group makes, on all of them.
+
+    together: is called before, on all ranks at once; it raises nothing.
 
     `Plan.apply` compares the structure of each rank's model with the first one's.
 
@@ -58,9 +64,14 @@ def broadcast(group: ProcessGroup | None, make: Callable[[], Plan]) -> Plan:
         ValueError: the first rank has no plan; with gloo, a rank does not call this in time.
     """
     if group is None:
+        if together is not None:
+            together()
         return make()
     ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
     _meet(group, ranks)
+    if together is not None:
+        dist.barrier(group)
+        together()
     results = list[Any]([None])
     error: BaseException | None = None
     if rank == ranks[0]:

@@ -193,7 +193,10 @@ def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def segmented(count: int = 1) -> list[Role]:
-    """Return the roles of modules that are checkpointed as one segment."""
-    run = CallChain(OPTIONS).run
+def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
+    """Return the roles of modules that are checkpointed as one segment.
+
+    offloads: whether its inputs wait for backward in host memory.
+    """
+    run = CallChain(OPTIONS._replace(offload=offloads)).run
     return [functools.partial(run, place) for place in range(count)]

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from fusedckpt.checkpointing.offload import KEPT
 from fusedckpt.planning.chain import Chain, Item, Outcome, Unit, simulate
 
 # chains of up to so many units may be cut into segments of any length; longer chains into segments
@@ -105,6 +106,8 @@ def _balanced(sizes: list[int]) -> list[int]:
 class _Starts(NamedTuple):
     """The items that may start at a unit: its levels, then segments of 1, 2, ... units.
 
+    The same segments with offloaded inputs follow, where the chain has any.
+
     stop: where each stops. kept: bytes that it adds until its backward. need: its own peak. ms: its
     extra time.
     """
@@ -136,16 +139,29 @@ def starts_of(chain: Chain, longest: int) -> list[_Starts]:
         forward, backward, _, freed, _, ms = ways
         # those of several units keep the argument of the first
         backward = np.concatenate((backward[:1], backward[1:] + unit.released))
-        levels = unit.levels
+        levels, count = unit.levels, len(ms)
         own = [max(x.forward, unit.between + x.kept, x.backward) for x in levels]
         stop = np.concatenate(([i + 1] * len(levels), i + 1 + np.arange(len(ms))))
         kept = np.concatenate(([x.kept for x in levels], -freed))
         need = np.concatenate((own, np.maximum(np.maximum(forward, backward), first)))
         ms = chain.slower * np.concatenate(([x.extra for x in levels], ms))
+        if chain.to_host and unit.movable and count:
+            stop, kept, need = (np.concatenate((x, x[-count:])) for x in (stop, kept, need))
+            kept[-count:] -= unit.movable
+            ms = np.concatenate((ms, ms[-count:] + _exposed(chain, i, ms[-count:])))
         stop, kept, need = (x.astype(np.int64) for x in (stop, kept, need))
         found.append(_Starts(stop, kept, need, ms))
         after = unit
     return found[::-1]
+
+
+def _exposed(chain: Chain, start: int, extra: Ms) -> Ms:
+    """Return the ms of copies that segments from a unit on do not hide; extra: their recomputes."""
+    units = chain.units[start : start + len(extra)]
+    forward = np.cumsum([unit.forward_ms for unit in units])
+    backward = np.cumsum([unit.backward_ms for unit in units])
+    again = extra / chain.slower
+    return chain.slower * chain.exposed_ms(units[0].movable, forward, again + backward)
 
 
 def _prepended(chain: Chain, unit: Unit, after: Unit, ways: Any) -> Any:
@@ -261,7 +277,10 @@ class _Search:
                 for s, k, n, e in zip(stop, kept, own, extra, strict=True)
             ]
             row, levels = int(np.argmin(ms)), chain.units[i].levels
-            items.append(Item(i, int(stop[row]), levels[row].name if row < len(levels) else None))
+            level = levels[row].name if row < len(levels) else None
+            # offloaded segments come behind segments of the same stops
+            offloads = level is None and int(stop[row]) in stop[len(levels) : row]
+            items.append(Item(i, int(stop[row]), level, offloads))
             i, room = int(stop[row]), room - int(kept[row])
         return simulate(chain, items)
 
@@ -305,7 +324,11 @@ def least_peak(chain: Chain) -> Outcome:
 @lru_cache(_RECENT)
 def _lowest(chain: Chain) -> Outcome:
     search = _Search(starts_of(chain, len(chain.units)), _NEVER)
-    return search.best(chain, search.least())
+    least = search.best(chain, search.least())
+    if not chain.to_host:
+        return least
+    # the inputs that have not left count for nothing in the search
+    return min(least, _lowest(replace(chain, to_host=0.0)), key=lambda plan: plan.peak)
 
 
 @lru_cache(_RECENT)
@@ -314,18 +337,23 @@ def _fastest(chain: Chain, budget: int, least: Outcome, widths: tuple[int, ...])
     count = len(chain.units)
     longest = count if count <= _ANY_LENGTH else max(_LONG, 2 * math.isqrt(count))
     search = _Search(starts_of(chain, longest), budget)
+    bound = search.find_multiplier()
+    if chain.to_host:
+        # inputs that have not left, or are back, count for nothing in the search
+        most = (KEPT + 1) * max(unit.movable for unit in chain.units)
+        search = _Search(starts_of(chain, longest), budget - most)
+        search.find_multiplier()
     powers = (f"uniform:{1 << i}" for i in range(count.bit_length()))
     rules = [by_rule(chain, name) for name in ("none", "all", "sqrt", *powers)]
     known = [least, *(plan for plan in rules if plan.peak <= budget)]
     best = min(known, key=lambda plan: plan.extra)
-    bound = search.find_multiplier()
     for width in widths:
         rest, lost = search.run(best.extra, width)
         if len(rest[0][1]):
             best = min(best, search.best(chain, rest), key=lambda x: x.extra)
             assert best.peak <= budget, "the search and the simulator disagree"
         if not lost:
-            bound = best.extra
+            bound = bound if chain.to_host else best.extra
             break
         if count > _ANY_LENGTH and best.extra <= _NEAR * bound:
             break

@@ -16,6 +16,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import function_of, pytree
 from fusedckpt.checkpointing.calls import ATOMS
+from fusedckpt.checkpointing.offload import is_movable
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning.repeats import CHANGES, NOT_THE_SAME, Noting, why_not_again
 from fusedckpt.planning.roles import PLAIN, assigned
@@ -52,6 +53,8 @@ class Found(NamedTuple):
     casts: int
     # its modules by name, in the order in which they run
     members: tuple[tuple[str, nn.Module], ...]
+    # bytes of its arguments that a segment which starts here can offload
+    movable: int
 
 
 class Survey(NamedTuple):
@@ -87,6 +90,8 @@ class _Called(NamedTuple):
     casts: int
     # why it is no unit, or ""
     why_not: str
+    # by storage, the bytes of tensor arguments that can be offloaded
+    movable: dict[StorageWeakRef, int]
 
 
 class _Visits:
@@ -133,6 +138,7 @@ class _Visits:
             nodes = [*graph_of(made, {x.grad_fn for x in given})]
             is_fused, attends = (any(map(holds, nodes)) for holds in (_is_fused, _attends))
             why_not = "" if made else "returns no tensor that requires a gradient"
+            direct = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             self.calls[name] = _Called(
                 known,
                 input=nbytes_of(given),
@@ -143,6 +149,7 @@ class _Visits:
                 is_empty=not segment.saved,
                 casts=self._new_casts(segment),
                 why_not=why_not,
+                movable={storage_ref(x): x.nbytes for x in direct if is_movable(x)},
             )
         return output
 
@@ -199,6 +206,12 @@ class _Visits:
                 is_empty=call.is_empty and not (why or offered),
                 casts=call.casts,
                 members=((name, module),),
+                # a tensor of several units stays
+                movable=sum(
+                    nbytes
+                    for storage, nbytes in call.movable.items()
+                    if self.takers[storage.cdata] == 1
+                ),
             )
 
     def why_not(self, name: str) -> str:

@@ -16,6 +16,7 @@ from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.chain import Chain, Item, Outcome, simulate
 from fusedckpt.planning.measure import Measured
 from fusedckpt.planning.meter import Times, once, peak_of, step_kind, times_of
+from fusedckpt.planning.offloading import choose
 from fusedckpt.planning.plans import Plan, structure_of
 from fusedckpt.planning.roles import PRODUCTS
 from fusedckpt.planning.solver import by_rule, least_peak, solve
@@ -44,6 +45,8 @@ class Trials:
     limit: int | None
     # by name, why modules are no units, or are never recomputed
     left_out: Mapping[str, str]
+    # why no segment offloads its input; None where this was not asked for
+    declined: str | None = None
 
     @property
     def chain(self) -> Chain:
@@ -56,6 +59,7 @@ class Trials:
             type(model).__name__, self.title, self.limit, self.chain, solution.items,
             solution.peak, solution.extra, solution.lower_bound, left_out=dict(self.left_out),
             structure={x: structure_of(model.get_submodule(x)) for x in ["", *names]},
+            offload=self.declined,
         )  # fmt: skip
 
     @contextmanager
@@ -82,7 +86,7 @@ class Trials:
         for _ in range(_TRIES):
             if searched < lowest.peak:
                 break
-            plan = self.tried(solve(chain, searched))
+            plan = self.tried(self._solved(searched))
             if (excess := _peak(plan) - limit) <= 0:
                 return plan
             # the prediction may miss the same bytes again
@@ -101,6 +105,13 @@ class Trials:
             f"got {limit - outside} bytes; the peak is in the {lowest.where}, which units= of "
             f"modules inside may lower{_left_out(self.left_out)}"
         )
+
+    def _solved(self, limit: float) -> Outcome:
+        """Return the fastest plan within a limit."""
+        if not self.chain.to_host:
+            return solve(self.chain, limit)
+        outcome, self.declined = choose(self.chain, limit)
+        return outcome
 
     def by_policy(self, policy: Policy) -> Plan:
         """Return the plan of a rule."""

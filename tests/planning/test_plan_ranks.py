@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning import planner, ranks, roles, trials
+from fusedckpt.planning.offloading import CopyRates
 
 
 def errors(model: nn.Module, x: torch.Tensor, **options: Any) -> list[str]:
@@ -41,6 +42,12 @@ def check_who_raises(rank: int) -> None:
     assert first == second
     assert first.startswith("plan: a budget is bytes"), first
     assert errors(transformer(1), x, policy="all" if rank == 0 else "none") == ["nothing"] * 2
+    # all ranks copy at once
+    copies = list[torch.device]()
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setattr(planner, "copy_rates", lambda at: (copies.append(at), CopyRates())[1])
+        planned(transformer(1), x, policy="all", offload=True)
+    assert copies == [x.device]
     first, second = errors(transformer(1), x, budget=10)
     assert first == second
     assert "least feasible" in first

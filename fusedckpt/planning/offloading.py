@@ -1,0 +1,87 @@
+"""Whether segments of a plan offload their inputs: the rate of copies, and the choice.
+
+The rates are measured, by all ranks of a group at once, as the processes of a machine share its
+memory and buses. The ms of copies that no forward or backward hides follow from them by arithmetic.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from fusedckpt.checkpointing import offload
+from fusedckpt.checkpointing.offload import KEPT
+from fusedckpt.planning.chain import Chain, Outcome
+from fusedckpt.planning.solver import by_rule, solve
+
+# of a copy that is timed, and how often it is repeated
+_BYTES, _TIMES = 64 << 20, 4
+# segments below which nothing that is offloaded would be gone when backward begins
+FEWEST = KEPT + 3
+# a plan with offload is this much faster than one without: its ms are the less certain ones
+_MARGIN = 0.98
+
+
+class CopyRates(NamedTuple):
+    """Bytes per ms of copies to the host and back; 0 where there is an obstacle, which is named."""
+
+    to_host: float = 0.0
+    to_device: float = 0.0
+    obstacle: str = ""
+
+
+def copy_rates(device: torch.device) -> CopyRates:
+    """Measure the copies of a device now."""
+    if obstacle := offload.obstacle(device):
+        return CopyRates(obstacle=obstacle)
+    copies = offload.copy_stream(device)
+    tensor = torch.empty(_BYTES, dtype=torch.uint8, device=device)
+    host = copies.memory.empty_like(tensor)
+    rates = list[float]()
+    for pair in ((host, tensor), (tensor, host)):
+        # the first copy pays for what later ones do not
+        copies.copy([pair], copies.computing().record_event()).synchronize()
+        start = time.perf_counter()
+        copies.copy([pair] * _TIMES, copies.computing().record_event()).synchronize()
+        rates.append(_TIMES * _BYTES / (1e3 * (time.perf_counter() - start)))
+    to_host, to_device = rates
+    return CopyRates(to_host, to_device)
+
+
+def without(chain: Chain) -> Chain:
+    """Return the chain whose segments offload nothing."""
+    return replace(chain, to_host=0.0, to_device=0.0)
+
+
+class Choice(NamedTuple):
+    """A plan, and why none of its segments offloads its input; "" where some do."""
+
+    outcome: Outcome
+    declined: str
+
+
+def choose(chain: Chain, limit: float) -> Choice:
+    """Return the fastest plan within a limit, with offload where no other plan is as fast.
+
+    Raises:
+        ValueError: no plan stays within the limit.
+    """
+    kept_on_device = without(chain)
+    if by_rule(kept_on_device, "none").peak <= limit:
+        return Choice(solve(kept_on_device, limit), "the budget fits without it")
+    offloading = solve(chain, limit)
+    try:
+        plain = solve(kept_on_device, limit)
+    except ValueError:
+        # nothing else fits
+        return Choice(offloading, "")
+    count = sum(item.offloads for item in offloading.items)
+    if not count or offloading.extra > _MARGIN * plain.extra:
+        told = f"another plan costs {plain.extra:.2f} ms"
+        return Choice(plain, f"{told}, with it {offloading.extra:.2f} ms" if count else told)
+    if count < FEWEST:
+        return Choice(plain, f"it pays from {FEWEST} segments on, the plan would have {count}")
+    return Choice(offloading, "")
