@@ -104,6 +104,9 @@ assert_later: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
 # goes through torch's ops; or to be under torch.func, and runs its eager reference
 num_dispatch_modes: Callable[[], int] = _probe("_C._len_torch_dispatch_stack", _true)
 num_function_modes: Callable[[], int] = _probe("_C._len_torch_function_stack", _true)
+# the innermost function mode, None outside of any, and a context without it
+function_mode: Callable[[], Any] = _probe("overrides._get_current_function_mode", _none)
+without_function_mode: Any = _probe("overrides._pop_mode_temporarily", nullcontext)
 is_profiled: Callable[[], bool] = _probe("autograd._profiler_enabled", _true)
 are_transforms_active: Callable[[], bool] = _probe("_C._are_functorch_transforms_active", _true)
 is_any_autocast_on: Callable[[], bool] = _probe("_C._is_any_autocast_enabled", _true)

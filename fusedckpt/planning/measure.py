@@ -22,7 +22,7 @@ from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.meter import Meter, Reading, Times, once, roles_at, step_kind
 from fusedckpt.planning.offloading import CopyRates
-from fusedckpt.planning.roles import ATTENTION, INSIDE, PLAIN, PRODUCTS
+from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODUCTS
 from fusedckpt.planning.survey import WRITES, Found
 from fusedckpt.reporting.step import Step
 
@@ -107,7 +107,11 @@ class _Costs:
     def measure(self, selective: bool) -> None:
         """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE."""
         offered = [unit.levels for unit in self._found]
-        names = [x for x in reversed(LEVELS) if any(x in levels for levels in offered)] or [PLAIN]
+        known = [NO_RECIPES, *reversed(LEVELS)]
+        names = [x for x in known if any(x in levels for levels in offered)]
+        has_fused = bool({*names} - {NO_RECIPES})
+        if not names or NO_RECIPES in names:
+            names.append(PLAIN)
         rounds = [[x if x in levels else levels[0] for levels in offered] for x in names]
         extra = [PRODUCTS if selective else ATTENTION if u.attends else "" for u in self._found]
         if any(extra):
@@ -115,9 +119,9 @@ class _Costs:
             writes = [unit.fixed == WRITES for unit in (*self._found[1:], self._found[0])]
             rows = zip(self._found, writes, extra, rounds[0], strict=True)
             rounds.append([x if u.fixed or after else own or x for u, after, own, x in rows])
-        if any(unit.joined for unit in self._found) and names != [PLAIN]:
+        if any(unit.joined for unit in self._found) and has_fused:
             pairs = zip(rounds[0], offered, strict=True)
-            rounds.append([x if levels == (PLAIN,) else INSIDE for x, levels in pairs])
+            rounds.append([x if PLAIN in levels else INSIDE for x, levels in pairs])
         for levels in rounds:
             for group in self._groups:
                 reading = self._meter.saving(levels, group)

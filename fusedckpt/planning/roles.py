@@ -33,6 +33,7 @@ from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.causal_loss import FusedHead
 from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.without_recipes import without_recipes
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
@@ -41,7 +42,11 @@ OPTIONS = Options(preserve_python_rng=True)
 
 # the level of a module without fused layers, the level that saves outputs of matrix products, and
 # the one whose recompute does not run attention
-PLAIN, PRODUCTS, ATTENTION = OWN_LEVELS = "plain", "products", "attention"
+PLAIN, PRODUCTS, ATTENTION = "plain", "products", "attention"
+# the level of a unit in a model that is fused with recipes, whose functions save their tensors
+# instead
+NO_RECIPES = "no recipes"
+OWN_LEVELS = PLAIN, PRODUCTS, ATTENTION, NO_RECIPES
 # as layers save in a segment's recompute: its hooks keep norms from sharing the tensors they save
 INSIDE = "inside"
 
@@ -161,12 +166,19 @@ def run_at(level: str) -> Role:
         PRODUCTS: functools.partial(_recompute, {"context_fn": contexts}),
         ATTENTION: functools.partial(_recompute, {"save_regions": (ATTENTION,)}),
         INSIDE: _inside,
+        NO_RECIPES: _without_recipes,
     }
     return checkpointed.get(level) or functools.partial(_run_at, level)
 
 
 def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     with saving(level) if level in LEVELS else nullcontext():
+        return forward(*args, **kwargs)
+
+
+def _without_recipes(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    # nothing is faster: fused layers run no GEMM again
+    with saving("preact"), nullcontext() if torch.compiler.is_compiling() else without_recipes():
         return forward(*args, **kwargs)
 
 

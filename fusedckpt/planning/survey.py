@@ -17,9 +17,10 @@ from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import function_of, pytree
 from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.offload import is_movable
+from fusedckpt.fusing.without_recipes import has_recipes
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning.repeats import CHANGES, NOT_THE_SAME, Noting, why_not_again
-from fusedckpt.planning.roles import PLAIN, assigned
+from fusedckpt.planning.roles import NO_RECIPES, PLAIN, assigned
 from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.containers import nested, trimmer
 from fusedckpt.reporting.step import Step
@@ -194,12 +195,13 @@ class _Visits:
             joined, is_open = is_open and bool(own) and all(own), name not in fixed
             module, why = self._model.get_submodule(name), fixed.get(name, "")
             offered = levels_of(module) or (LEVELS[::-1] if call.is_fused else ())
+            recipes = (NO_RECIPES,) if has_recipes(self._model) else ()
             yield Found(
                 name,
                 module,
                 fixed=why,
                 joined=joined and is_open,
-                levels=offered or (PLAIN,),
+                levels=(*recipes, *(offered or (PLAIN,))),
                 attends=call.attends,
                 input=call.input,
                 output=call.output,

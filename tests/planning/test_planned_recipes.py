@@ -1,0 +1,106 @@
+"""Units of a model that is fused with recipes run with or without them, by the plan."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fusedckpt
+from fusedckpt import Plan
+from fusedckpt.fusing import recipe_mode
+from fusedckpt.memory import saved_tensors
+from fusedckpt.planning.roles import NO_RECIPES, PLAIN
+
+C, BLOCKS = 8, 6
+
+
+@pytest.fixture(autouse=True)
+def _tiny(monkeypatch):
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
+
+
+class Block(nn.Module):
+    """Convolutions with batch norms and activations, which recipes make again."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(C, C, 3, padding=1, bias=False) for _ in range(2))
+        self.norm1, self.norm2 = nn.BatchNorm2d(C), nn.BatchNorm2d(C)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        h = self.act(self.norm1(self.conv1(x)))
+        return x + self.act(self.norm2(self.conv2(h)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(C, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def saved_by(model: nn.Module, x: torch.Tensor) -> int:
+    exclude = [x, *model.parameters(), *model.buffers()]
+    with saved_tensors(exclude=exclude) as saved:
+        output = model(x)
+    del output
+    return saved.nbytes
+
+
+def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    y = model(x)
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])]
+
+
+def test_a_plan_chooses_units_without_recipes():
+    eager, x = Net().double(), torch.randn(4, C, 12, 12, dtype=torch.float64)
+    model = copy.deepcopy(eager)
+    fusedckpt.fuse(model, recipes=True)
+    with_recipes, without = saved_by(model, x), saved_by(eager, x)
+    assert with_recipes < 0.6 * without
+    names = [f"blocks.{i}" for i in range(BLOCKS)]
+
+    def planned(**options: Any) -> Plan:
+        return fusedckpt.plan(model, x, units=names, progress=False, loss=loss, **options)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.square().sum()
+
+    free = planned(policy="none")
+    assert [item.level for item in free.items] == [NO_RECIPES] * BLOCKS
+    levels = {level.name: level.kept for level in free.chain.units[2].levels}
+    assert [*levels] == [NO_RECIPES, PLAIN]
+    assert levels[PLAIN] < 0.7 * levels[NO_RECIPES]
+    assert "saves no recipes" in str(free)
+    free.apply(model)
+    assert saved_by(model, x) == without
+    assert all(map(torch.equal, step(model, x), step(eager, x)))
+    free.undo(model)
+    assert saved_by(model, x) == with_recipes
+    # between the peaks of both some units have recipes, or are recomputed, by the times measured
+    all_recipes = fusedckpt.report(model, x, loss=loss).peak_bytes
+    assert free.measured_bytes is not None
+    budget = (all_recipes + free.measured_bytes) // 2
+    plan = planned(budget=budget)
+    assert plan.measured_bytes is not None
+    assert plan.measured_bytes <= budget
+    assert {item.level for item in plan.items} > {NO_RECIPES}
+    plan.apply(model)
+    assert saved_by(model, x) < without
+    assert all(map(torch.equal, step(model, x), step(eager, x)))
+
+
+def test_a_model_without_recipes_offers_no_such_level():
+    model, x = Net(), torch.randn(2, C, 6, 6)
+    plan = fusedckpt.plan(model, x, policy="none", progress=False, loss=lambda y: y.sum())
+    assert NO_RECIPES not in {level.name for unit in plan.chain.units for level in unit.levels}
