@@ -95,7 +95,8 @@ def gelu(z, dh, EXACT: tl.constexpr):
         a = tl.abs(z)
         r, e = mills(a)
         # for a negative z; for a positive z both are 1 minus this
-        cdf, slope = r * e, (r - 0.3989422804014327 * a) * e
+        cdf = r * e
+        slope = (r - 0.3989422804014327 * a) * e
         cdf = tl.where(z < 0.0, cdf, 1.0 - cdf)
         slope = tl.where(z < 0.0, slope, 1.0 - slope)
     return z * cdf, dh * slope
@@ -188,6 +189,7 @@ class Activation:
     aliases: tuple[str, ...] = ()
     # the module that computes it, where its attributes have these values
     module: type[nn.Module] | None = None
+    # the attributes of that module, by name
     module_state: dict[str, Any] = field(default_factory=dict)
 
 

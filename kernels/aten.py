@@ -83,7 +83,8 @@ def norm_grad(
     # RMSNorm of such rows is computed in dx alone: twice as many fit
     alone = rule.kind == "rms" and x.dtype == wide
     for block in row_blocks(x[:, ::2] if alone else x):
-        dout, place = dy[block].to(wide), None if dx is None else in_place(dx, block, wide)
+        dout = dy[block].to(wide)
+        place = None if dx is None else in_place(dx, block, wide)
         row, xhat, rstd = normalise(x[block].to(wide), rule, place)
         if needs[1] and rounds:
             dw = plus(dw, (dout * xhat.to(x.dtype)).sum(0))
@@ -151,7 +152,8 @@ def native_grad(
 def layer_statistics(x: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and rstd of rows, as torch's LayerNorm has them."""
     if x.numel() >= MANY:
-        n, mean = x.shape[1], x.mean(1, keepdim=True)
+        n = x.shape[1]
+        mean = x.mean(1, keepdim=True)
         squares = sum_squares(x)
         # a mean far from zero, its square above the variance, would cost digits of the difference
         if float(torch.addcmul(squares, mean, mean, value=-2 * n).min()) > 0:

@@ -81,7 +81,8 @@ def modulated_norm_kernel(
 ):
     """One tile of rows of `t`, a Modulation; rows: how many a sample has."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    rn, sample = tl.arange(0, BLOCK_N)[None, :], rm // rows
+    rn = tl.arange(0, BLOCK_N)[None, :]
+    sample = rm // rows
     mask = (rm < m) & (rn < n)
     row = load(t.x + rm * t.stride_xm + rn, mask)
     # loads are issued before the first reduction waits
@@ -120,9 +121,11 @@ def channel_norm_kernel(
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < numel
     if LAST:
-        channel, sample = i % channels, i // (channels * length)
+        channel = i % channels
+        sample = i // (channels * length)
     else:
-        channel, sample = i // length % channels, i // (channels * length)
+        channel = i // length % channels
+        sample = i // (channels * length)
     group = sample * groups + channel // size
     y = load(t.x + i, mask)
     y = (y - load(t.mean + group, mask)) * load(t.rstd + group, mask)

@@ -119,7 +119,8 @@ def coded_grad_kernel(
         columns = rn + i * quarter
         mask = (rn < quarter) & (columns < n)
         code = (packed >> (2 * i)) & 3
-        low, high = tl.where(code == 0, S0, S1), tl.where(code == 2, S2, S3)
+        low = tl.where(code == 0, S0, S1)
+        high = tl.where(code == 2, S2, S3)
         slope = tl.where(code < 2, low, high)
         store(dz + row * n + columns, load(dh + row * stride_dh + columns, mask) * slope, mask)
 
@@ -128,11 +129,13 @@ def coded_act(
     z: Tensor, activation: str, kernel: str, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return act(z), z contiguous [M, N], in `out` if given, which may be z; and its codes."""
-    (m, n), steps = z.shape, APPROXIMATE[activation]
+    (m, n) = z.shape
+    steps = APPROXIMATE[activation]
     codes = z.new_empty(m, width_of(n), dtype=torch.uint8)
     h = torch.empty_like(z, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
-        (grid, tile), act = launch_of(m, n), ACTIVATIONS[activation].value_and_grad
+        (grid, tile) = launch_of(m, n)
+        act = ACTIVATIONS[activation].value_and_grad
         with torch.cuda.device_of(z):
             coded_act_kernel[grid](z.contiguous(), h, codes, n, act, *steps.boundaries, **tile)
         return h, codes
@@ -146,7 +149,8 @@ def coded_grad(
     dh: Tensor, codes: Tensor, activation: str, kernel: str, out: Tensor | None = None
 ) -> Tensor:
     """Return dh [M, N], columns adjacent, times the slopes of codes, in `out`, which may be dh."""
-    (m, n), slopes = dh.shape, APPROXIMATE[activation].slopes
+    (m, n) = dh.shape
+    slopes = APPROXIMATE[activation].slopes
     dz = torch.empty_like(dh, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
         grid, tile = launch_of(m, n)

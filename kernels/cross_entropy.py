@@ -22,6 +22,7 @@ BLOCK = 4096
 class LogitRule(NamedTuple):
     """How logits come from the outputs u of a linear: sharpness softcap(scale u)."""
 
+    # multiplies u first
     scale: float = 1.0
     # softcap(z) = softcap tanh(z / softcap); z itself where it is None
     softcap: float | None = None
@@ -36,23 +37,27 @@ class LogitRule(NamedTuple):
 class Rows(NamedTuple):
     """Operands of a pass over rows of logits."""
 
-    # the outputs of the linear [M, N], and the classes [M]
+    # the outputs of the linear [M, N]
     u: Tensor
+    # the classes [M]
     target: Tensor
     # the statistics [M, 4] that the forward writes
     y: Tensor | None
-    # their gradients [M, 4], and that of u [M, N], which the backward writes
+    # the gradients of the statistics [M, 4]
     dy: Tensor | None
+    # the gradient of u [M, N] that the backward writes
     dz: Tensor | None
 
 
 @triton.jit
 def bounded(u, scale, softcap):
     """Return softcap(scale u) and its slope."""
-    z, slope = u * scale, u * 0.0 + scale
+    z = u * scale
+    slope = u * 0.0 + scale
     if softcap is not None:
         t = tanh(z / softcap, z, EXACT=True)[0]
-        z, slope = softcap * t, (1.0 - t * t) * scale
+        z = softcap * t
+        slope = (1.0 - t * t) * scale
     return z, slope
 
 
@@ -60,13 +65,17 @@ def bounded(u, scale, softcap):
 def row_statistics(u, n, scale, softcap, sharpness, ENTROPY: tl.constexpr, BLOCK: tl.constexpr):
     """Return log-sum-exp, mean and entropy of one row of logits."""
     # finite, so that a first block of -inf makes no NaN
-    top, total, plain, weighted = -3.0e38, 0.0, 0.0, 0.0
+    top = -3.0e38
+    total = 0.0
+    plain = 0.0
+    weighted = 0.0
     for start in range(0, n, BLOCK):
         rn = start + tl.arange(0, BLOCK)
         z = bounded(load(u + rn, rn < n), scale, softcap)[0] * sharpness
         plain += tl.sum(tl.where(rn < n, z, 0.0))
         now = tl.maximum(top, tl.max(tl.where(rn < n, z, float("-inf"))))
-        e, shrink = tl.where(rn < n, tl.exp(z - now), 0.0), tl.exp(top - now)
+        e = tl.where(rn < n, tl.exp(z - now), 0.0)
+        shrink = tl.exp(top - now)
         total = total * shrink + tl.sum(e)
         if ENTROPY:
             weighted = weighted * shrink + tl.sum(e * tl.where(e == 0.0, 0.0, z))
@@ -81,15 +90,16 @@ def cross_entropy_kernel(
 ):
     """One row of `t`, a Rows: its statistics; or dz, written over u where they are one tensor."""
     row = tl.program_id(0).to(tl.int64)
-    u, target = t.u + row * n, tl.load(t.target + row)
+    u = t.u + row * n
+    target = tl.load(t.target + row)
     is_counted = target != ignored
     lse, mean, entropy = row_statistics(u, n, scale, softcap, sharpness, ENTROPY, BLOCK)
     column = tl.arange(0, 4)
     if t.dy is None:
-        own = bounded(load(u + target, is_counted), scale, softcap)[0] * sharpness
-        found = tl.where(column == 0, own - lse, tl.where(column == 1, lse, entropy))
-        found = tl.where(column == 2, mean - lse, found)
-        tl.store(t.y + row * 4 + column, tl.where(is_counted, found, 0.0))
+        z_target = bounded(load(u + target, is_counted), scale, softcap)[0] * sharpness
+        y = tl.where(column == 0, z_target - lse, tl.where(column == 1, lse, entropy))
+        y = tl.where(column == 2, mean - lse, y)
+        tl.store(t.y + row * 4 + column, tl.where(is_counted, y, 0.0))
     else:
         dy = tl.load(t.dy + row * 4 + column)
         d_own = tl.sum(tl.where(column == 0, dy, 0.0))
@@ -137,24 +147,27 @@ def statistics(u: Tensor, target: Tensor, rule: LogitRule, kernel: str) -> Tenso
 def eager_statistics(u: Tensor, target: Tensor, rule: LogitRule) -> Tensor:
     """Return the statistics [..., 4] of u [..., N] and target [..., 1] in torch's ops."""
     z = logits(u, rule)[0]
-    logp, counted = torch.log_softmax(z, -1), target != rule.ignore_index
-    own = logp.gather(-1, torch.where(counted, target, 0))
+    logp = torch.log_softmax(z, -1)
+    counted = target != rule.ignore_index
+    logp_target = logp.gather(-1, torch.where(counted, target, 0))
     # of one class: rounding makes other ties among log-probabilities than among logits
     best = z.argmax(-1, keepdim=True)
     lse = z.gather(-1, best) - logp.gather(-1, best)
-    mean, entropy = logp.mean(-1, keepdim=True), torch.zeros_like(own)
+    mean = logp.mean(-1, keepdim=True)
+    entropy = torch.zeros_like(logp_target)
     if rule.entropy:
         p = logp.exp()
         # 0, not NaN, of classes without probability
         entropy = -(p * logp).masked_fill(p == 0.0, 0.0).sum(-1, keepdim=True)
-    return torch.cat((own, lse, mean, entropy), -1).masked_fill(~counted, 0.0)
+    return torch.cat((logp_target, lse, mean, entropy), -1).masked_fill(~counted, 0.0)
 
 
 def statistics_grad(
     dy: Tensor, u: Tensor, target: Tensor, rule: LogitRule, kernel: str, dz: Tensor | None = None
 ) -> Tensor:
     """Return the gradient [M, N] of u from dy [M, 4], in `dz`, which may be u."""
-    target, dy = target.reshape(-1).contiguous(), dy.contiguous()
+    target = target.reshape(-1).contiguous()
+    dy = dy.contiguous()
     dz = torch.empty_like(u, memory_format=torch.contiguous_format) if dz is None else dz
     if kernel != "aten":
         if u.shape[0]:
@@ -187,5 +200,6 @@ def logits(u: Tensor, rule: LogitRule) -> tuple[Tensor, Tensor | float]:
     slope: Tensor | float = rule.scale * rule.sharpness
     if rule.softcap is not None:
         t = torch.tanh(z / rule.softcap)
-        z, slope = rule.softcap * t, (1 - t * t) * slope
+        z = rule.softcap * t
+        slope = (1 - t * t) * slope
     return z * rule.sharpness if rule.sharpness != 1 else z, slope

@@ -33,7 +33,8 @@ def dropout_kernel(x, y, seed, first, numel, threshold, scale, BLOCK: tl.constex
     c0, c1, c2, c3 = tl.philox(tl.load(seed), group + 1, zero, zero, zero)
     # element 4 i + 2 j + k of a group is half k, the low one first, of word 2 i + j
     words = tl.join(tl.join(c0, c2), tl.join(c1, c3))
-    low, high = words.to(tl.uint32), (words >> 32).to(tl.uint32)
+    low = words.to(tl.uint32)
+    high = (words >> 32).to(tl.uint32)
     drawn = tl.reshape(tl.join(low, high), (BLOCK * 8,)).to(tl.int32, bitcast=True)
     start = (first // 8 + tl.program_id(0).to(tl.int64) * BLOCK) * 8 - first
     offsets = start + tl.arange(0, BLOCK * 8)
@@ -48,8 +49,11 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     seed: int64, one element, on x's device; first_row: the row of the whole matrix at which x
     begins. The gradient is dx = dropout(dy).
     """
-    x, scale = x.contiguous(), 1 / (1 - p) if p < 1 else 0.0
-    y, first, n = torch.empty_like(x), first_row * x.shape[1], x.shape[1]
+    x = x.contiguous()
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    y = torch.empty_like(x)
+    first = first_row * x.shape[1]
+    n = x.shape[1]
     if kernel != "aten":
         groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS
         numbers = first, x.numel(), threshold_of(p), scale

@@ -99,7 +99,8 @@ def gated_norm_kernel(
 ):
     """Some rows of one group of `t`, GatedNormOperands; n: the columns of a group."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    inside, first = rm < m, tl.program_id(1) * n
+    inside = rm < m
+    first = tl.program_id(1) * n
     squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, n, BLOCK_N):
         rn = start + tl.arange(0, BLOCK_N)[None, :]
@@ -220,7 +221,8 @@ def gated_norm(
     m, width = x.shape
     y = x.new_empty(m, width, dtype=out_dtype)
     strides = x.stride(0), gate.stride(0), width
-    t, tile = GatedNormOperands(x, gate, weight, y, *strides), tile_of(width // rule.groups)
+    t = GatedNormOperands(x, gate, weight, y, *strides)
+    tile = tile_of(width // rule.groups)
     grid = triton.cdiv(m, tile["BLOCK_M"]), rule.groups
     with torch.cuda.device_of(x):
         gated_norm_kernel[grid](
@@ -264,7 +266,8 @@ def gated_norm_aten(
     x: Tensor, gate: Tensor, weight: Tensor | None, rule: GatedNormRule, out_dtype: torch.dtype
 ) -> Tensor:
     """Compute `gated_norm` on ATen: CPU tensors, float64, and platforms without Triton."""
-    y, scale = x.new_empty(x.shape, dtype=out_dtype), _scale(weight, rule, _wide(x, gate))
+    y = x.new_empty(x.shape, dtype=out_dtype)
+    scale = _scale(weight, rule, _wide(x, gate))
     for block in row_blocks(x):
         _, _, value, row, rstd = _rows(x[block], gate[block], rule)
         xhat = row.mul_(rstd) if rule.gates_first else row * rstd
@@ -284,8 +287,10 @@ def gated_norm_grad_aten(
     sums_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Compute `gated_norm_grad` on ATen; without `sums_dtype` dw is at least float32."""
-    wide, groups = _wide(x, gate), rule.groups
-    scale, act = _scale(weight, rule, wide), ACTIVATIONS[rule.activation]
+    wide = _wide(x, gate)
+    groups = rule.groups
+    scale = _scale(weight, rule, wide)
+    act = ACTIVATIONS[rule.activation]
     dx, dgate = (
         like.new_empty(like.shape) if need else None
         for like, need in zip((x, gate), needs, strict=False)
@@ -293,7 +298,8 @@ def gated_norm_grad_aten(
     dw = x.new_zeros(x.shape[1], dtype=wide) if needs[2] else None
     for block in row_blocks(x):
         rows, gates, value, row, rstd = _rows(x[block], gate[block], rule)
-        dout, xhat = dy[block].to(wide), row * rstd
+        dout = dy[block].to(wide)
+        xhat = row * rstd
         grad = dout if rule.gates_first else dout * value
         dxhat = (grad if scale is None else grad * scale).unflatten(1, (groups, -1))
         drow = (dxhat - xhat * (xhat * dxhat).mean(2, keepdim=True)).mul_(rstd).flatten(1)
@@ -313,7 +319,8 @@ def gated_norm_grad_aten(
 def _rows(x: Tensor, gate: Tensor, rule: GatedNormRule) -> tuple[Tensor, ...]:
     """Return x, the gate and its activation, the rows that are normalised by group, and rstd."""
     wide = _wide(x, gate)
-    rows, gates = x.to(wide), gate.to(wide)
+    rows = x.to(wide)
+    gates = gate.to(wide)
     value = ACTIVATIONS[rule.activation].write(gates, out=torch.empty_like(gates))
     row = (rows * value if rule.gates_first else rows).unflatten(1, (rule.groups, -1))
     return rows, gates, value, row, row.square().mean(2, keepdim=True).add_(rule.eps).rsqrt_()

@@ -54,18 +54,21 @@ def rule_of(gating: Gating) -> GateRule:
 
 
 class GateGrad(NamedTuple):
-    """Operands of the gradient of a gated layer, on rows; ends: where each expert's rows end."""
+    """Operands of the gradient of a gated layer, on rows."""
 
     # gate, or gate and up in turn where up is None
     z: Tensor
+    # up, where it is a tensor of its own
     up: Tensor | None
     # h, written over dh perhaps; None where it is not wanted
     h: Tensor | None
-    # the gradients of z and up, laid out as these, written over them perhaps
+    # the gradient of z, laid out as z, written over it perhaps
     dz: Tensor
+    # the gradient of up, likewise
     dup: Tensor | None
     # of scores, by slot, float32; None where it is not wanted
     dscores: Tensor | None
+    # where each expert's rows end [E]
     ends: Tensor
     # elements between the rows of z, up, dz and dup
     stride: int
@@ -85,7 +88,8 @@ def gate_values(
     """Return h and the gradients of gate and up, those from dh."""
     if ACTIVATION is not None:
         value, dgate = ACTIVATION(gate, dh * up, EXACT)
-        dup, h = dh * value, value * up
+        dup = dh * value
+        h = value * up
     else:
         # a NaN passes both
         low = tl.where(gate > LIMIT, LIMIT, gate)
@@ -104,8 +108,10 @@ def load_pair(z, up, rm, start, m, n, stride, WIDTH: tl.constexpr):
     inside = (rm < m)[:, None]
     if up is not None:
         rn = start + tl.arange(0, WIDTH)
-        mask, offsets = inside & (rn < n)[None, :], rm[:, None] * stride + rn[None, :]
-        gate, factor = load(z + offsets, mask), load(up + offsets, mask)
+        mask = inside & (rn < n)[None, :]
+        offsets = rm[:, None] * stride + rn[None, :]
+        gate = load(z + offsets, mask)
+        factor = load(up + offsets, mask)
     else:
         rn = start * 2 + tl.arange(0, 2 * WIDTH)
         pairs = load(z + rm[:, None] * stride + rn[None, :], inside & (rn < 2 * n)[None, :])
@@ -119,7 +125,8 @@ def store_pair(dz, dup, gate, factor, rm, start, m, n, stride, WIDTH: tl.constex
     inside = (rm < m)[:, None]
     if dup is not None:
         rn = start + tl.arange(0, WIDTH)
-        mask, offsets = inside & (rn < n)[None, :], rm[:, None] * stride + rn[None, :]
+        mask = inside & (rn < n)[None, :]
+        offsets = rm[:, None] * stride + rn[None, :]
         store(dz + offsets, gate, mask)
         store(dup + offsets, factor, mask)
     else:
@@ -180,7 +187,8 @@ def gate_grad_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, n, BLOCK_N):
         rn = start + tl.arange(0, BLOCK_N)
-        mask, offsets = (rm < m)[:, None] & (rn < n)[None, :], rm[:, None] * n + rn[None, :]
+        mask = (rm < m)[:, None] & (rn < n)[None, :]
+        offsets = rm[:, None] * n + rn[None, :]
         grad = load(dh + offsets, mask)
         gate, factor = load_pair(out.z, out.up, rm, start, m, n, out.stride, BLOCK_N)
         h, dz, dup = gate_values(
@@ -206,7 +214,8 @@ def halves(z: Tensor, u: Tensor | None, gating: Gating) -> Sequence[Tensor]:
 
 def gated(z: Tensor, u: Tensor | None, scores: Tensor, route: Route, gating: Gating) -> Tensor:
     """Return act(gate) * up times the score of each row; z has both, unless u is up."""
-    z, u = as_rows(z, route), None if u is None else as_rows(u, route)
+    z = as_rows(z, route)
+    u = None if u is None else as_rows(u, route)
     gate, up = halves(z, u, gating)
     h = gate.new_empty(gate.shape)
     if route.runs_triton:
@@ -262,7 +271,8 @@ def gated_grad(
     h = torch.empty_like(dh) if h is None and needs[0] else h
     dhs, zs, dzs = (as_rows(t, route) for t in (dh, z, dz))
     us, dus, hs = (None if t is None else as_rows(t, route) for t in (u, du, h))
-    pair, grads = halves(zs, us, gating), halves(dzs, dus, gating)
+    pair = halves(zs, us, gating)
+    grads = halves(dzs, dus, gating)
     wide = torch.promote_types(z.dtype, torch.float32)
     if route.runs_triton:
         dscores = scores.new_empty(scores.shape, dtype=wide) if needs[1] else None
@@ -307,7 +317,8 @@ def _value(gate: Tensor, up: Tensor, gating: Gating) -> tuple[Tensor, Tensor]:
     """Return act(gate), in a buffer of its own, and the factor that multiplies it."""
     if isinstance(gating, str):
         return ACTIVATIONS[gating].write(gate, out=gate.new_empty(gate.shape)), up
-    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    gate = gate.clamp(max=gating.limit)
+    up = up.clamp(-gating.limit, gating.limit)
     return torch.sigmoid(gate * gating.alpha).mul_(gate), up + gating.offset
 
 
@@ -321,7 +332,8 @@ def _write_grads(
     to: tuple[Tensor, Tensor],
 ) -> None:
     """Write the gradients of gate and up, each perhaps over itself."""
-    dvalue, dfactor = dh * factor, value.mul_(dh)
+    dvalue = dh * factor
+    dfactor = value.mul_(dh)
     if isinstance(gating, str):
         to[0].copy_(ACTIVATIONS[gating].write_grad(dvalue, gate, grad_input=dvalue))
         to[1].copy_(dfactor)

@@ -23,13 +23,19 @@ DESCRIPTORS_ROUND = hasattr(TensorDescriptor, "round_f32_to_tf32")
 
 
 class Tile(NamedTuple):
-    """Launch options by their names in the kernel; the epilogue runs in SLICES column slices."""
+    """Launch options by their names in the kernel."""
 
+    # rows of a tile of the result
     BLOCK_M: int
+    # columns of a tile of the result
     BLOCK_N: int
+    # elements of the contraction that one step of the main loop reads
     BLOCK_K: int
+    # warps of a program
     num_warps: int
+    # tiles that are loaded ahead
     num_stages: int
+    # column slices that the epilogue runs in
     SLICES: int = 1
 
 
@@ -39,8 +45,10 @@ SHORT_K = 1024
 # float32 without TF32 runs on the scalar units, which need small tiles
 SCALAR = Tile(64, 64, 16, 8, 2)
 
-_LONG, _SHORT = Tile(128, 256, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 2)
-_HYBRID_LONG, _HYBRID_SHORT = Tile(256, 128, 64, 8, 3, 8), Tile(128, 128, 64, 8, 3, 4)
+_LONG = Tile(128, 256, 64, 8, 3, 8)
+_SHORT = Tile(128, 128, 64, 8, 3, 2)
+_HYBRID_LONG = Tile(256, 128, 64, 8, 3, 8)
+_HYBRID_SHORT = Tile(128, 128, 64, 8, 3, 4)
 _SMALL = Tile(64, 64, 32, 8, 3)
 _TF32 = Tile(128, 128, 32, 8, 3, 2)
 _AMPERE = Tile(128, 128, 32, 8, 3, 4)
@@ -110,12 +118,17 @@ def store_act(acc, bias, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr)
 
 
 class StoreActGrad(NamedTuple):
-    """Operands of `store_act_grad`: dz, dy [M, N], bias [N] or None, db [row tiles, N] or None."""
+    """Operands of `store_act_grad`."""
 
+    # the gradient of the pre-activation [M, N] that it writes
     dz: Tensor
+    # the gradient of the result [M, N]
     dy: Tensor
+    # elements between the rows of dy
     stride_dym: int
+    # [N], None where absent
     bias: Tensor | None
+    # sums of dz over each row tile [row tiles, N], where wanted
     db: Tensor | None = None
 
 
@@ -134,7 +147,8 @@ def store_act_grad(acc, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.con
     store_summed(out.dz, out.db, rm[:, None] * n + rn[None, :], dz, mask, rn, n, tile_m)
 
 
-ACT, ACT_GRAD = (load_bias, store_act), (load_dy, store_act_grad)
+ACT = (load_bias, store_act)
+ACT_GRAD = (load_dy, store_act_grad)
 
 
 @triton.jit
@@ -199,9 +213,11 @@ def multiply(
             b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
             b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
             if ROUNDS:
-                a, b = round_to_tf32(a), round_to_tf32(b)
+                a = round_to_tf32(a)
+                b = round_to_tf32(b)
         if INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         acc = tl.dot(a, b, acc, input_precision=DOT)
     return acc
 
@@ -228,7 +244,8 @@ def finish(
     mask = (rm < m)[:, None] & (rn < n)[None, :]
     loaded = LOAD(rm, rn, mask, n, out)
     for index in tl.static_range(SLICES):
-        current, inner = loaded, mask
+        current = loaded
+        inner = mask
         if index + 1 < SLICES:
             mask = (rm < m)[:, None] & (rn + WIDTH < n)[None, :]
             loaded = LOAD(rm, rn + WIDTH, mask, n, out)
@@ -259,14 +276,17 @@ def gemm_kernel(
     SLICES: tl.constexpr,
 ):
     """Compute one tile. DESCRIPTORS: x and w are tensor descriptors, TRANSPOSED: w as [K, N]."""
-    group, place = GROUP_M * tl.cdiv(n, BLOCK_N), tl.program_id(0)
+    group = GROUP_M * tl.cdiv(n, BLOCK_N)
+    place = tl.program_id(0)
     first_m = place // group * GROUP_M
     height = min(tl.cdiv(m, BLOCK_M) - first_m, GROUP_M)
-    tile_m, tile_n = first_m + place % group % height, place % group // height
+    tile_m = first_m + place % group % height
+    tile_n = place % group // height
     rm = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tile_n.to(tl.int64) * BLOCK_N
     rn = column + tl.arange(0, BLOCK_N)
-    rows, columns = tile_m * BLOCK_M, tile_n * BLOCK_N
+    rows = tile_m * BLOCK_M
+    columns = tile_n * BLOCK_N
     strides = stride_xm, 1, stride_wn, stride_wk
     operands = x, w, rows, columns, rm, rn, m, n, k, strides
     acc = multiply(*operands, TRANSPOSED, DESCRIPTORS, PRECISION, BLOCK_K)
@@ -287,7 +307,9 @@ def gemm(
     x [M, K] has adjacent columns, w [N, K] adjacent columns or rows; no side is empty. hybrid: the
     epilogue reads as much as it writes.
     """
-    (m, k), n, stored = x.shape, w.shape[0], as_stored(w)
+    (m, k) = x.shape
+    n = w.shape[0]
+    stored = as_stored(w)
     assert x.stride(1) == 1 or k == 1
     assert 1 in w.stride() or w.numel() == 1
     rounds = precision_of(x) == "rounded tf32"

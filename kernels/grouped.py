@@ -36,8 +36,8 @@ def product(
         y = rows.new_empty(len(rows), weight.shape[2]) if total is None else as_rows(total, route)
     if route.kernel == "triton":
         vector = None if scores is None else of_rows(scores, route).contiguous()
-        own = None if bias is None else bias.contiguous()
-        grouped_gemm(rows, weight, route.ends, y, own, vector, total is not None)
+        expert_bias = None if bias is None else bias.contiguous()
+        grouped_gemm(rows, weight, route.ends, y, expert_bias, vector, total is not None)
         return per_token(y, route)
     if route.kernel is None:
         for expert, part in route.pieces or ():
@@ -48,8 +48,8 @@ def product(
             y[route.count :] = 0
     if bias is not None:
         s = None if scores is None else of_rows(scores, route)
-        for part, own in _of_experts(bias, route, y):
-            y[part] += own if s is None else s[part] * own
+        for part, expert_bias in _of_experts(bias, route, y):
+            y[part] += expert_bias if s is None else s[part] * expert_bias
     return per_token(y, route)
 
 
@@ -72,7 +72,8 @@ def weight_grad(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return a' b of each expert's rows, [E, M, N], added to `total` if given; else in `dtype`."""
-    left, right = as_rows(a, route), as_rows(b, route)
+    left = as_rows(a, route)
+    right = as_rows(b, route)
     dtype = dtype or left.dtype
     if route.kernel == "torch":
         grad = _torch_weight_grad(left, right, route)
@@ -107,23 +108,24 @@ def weight_sum(total: Tensor | None, a: Tensor, b: Tensor, route: Route) -> Tens
 
 def bias_grad(dy: Tensor, route: Route, scores: Tensor | None = None) -> Tensor:
     """Return the sums over each expert's rows of dy, times their scores if given, [E, N]."""
-    rows, s = as_rows(dy, route), None if scores is None else of_rows(scores, route)
+    rows = as_rows(dy, route)
+    s = None if scores is None else of_rows(scores, route)
     wide = torch.promote_types(dy.dtype, torch.float32)
     if route.pieces is None:
         # a kernel's product, with rows of 16 bytes; it knows the experts' rows without waiting
         s = rows.new_ones(len(rows), 1) if s is None else s.to(rows.dtype)
         columns = per_token(s.repeat(1, 8), route)
         return weight_grad(columns, dy, route, dtype=wide)[:, 0].contiguous()
-    found = rows.new_zeros(len(route.ends), rows.shape[1], dtype=wide)
+    db = rows.new_zeros(len(route.ends), rows.shape[1], dtype=wide)
     for expert, part in route.pieces:
-        found[expert] = (rows[part] if s is None else rows[part] * s[part]).sum(0, dtype=wide)
-    return found
+        db[expert] = (rows[part] if s is None else rows[part] * s[part]).sum(0, dtype=wide)
+    return db
 
 
 def bias_scores_grad(dy: Tensor, bias: Tensor, route: Route) -> Tensor:
     """Return the gradient of the scores [T, K] that multiply biases."""
     rows = as_rows(dy, route)
-    found = rows.new_zeros(len(rows), 1, dtype=torch.promote_types(dy.dtype, torch.float32))
-    for part, own in _of_experts(bias, route, rows):
-        torch.sum(rows[part] * own.to(found.dtype), 1, True, out=found[part])
-    return of_slots(found, route)
+    dscores = rows.new_zeros(len(rows), 1, dtype=torch.promote_types(dy.dtype, torch.float32))
+    for part, expert_bias in _of_experts(bias, route, rows):
+        torch.sum(rows[part] * expert_bias.to(dscores.dtype), 1, True, out=dscores[part])
+    return of_slots(dscores, route)

@@ -26,9 +26,11 @@ class StoreRows(NamedTuple):
     y: Tensor
     # y, where the product is added to it
     total: Tensor | None = None
-    # the experts' biases [E, N], multiplied by the rows' scores [rows] where there are any
+    # the experts' biases [E, N], None where absent
     bias: Tensor | None = None
+    # the rows' scores [rows], which multiply the biases
     scores: Tensor | None = None
+    # rows of all experts
     num_rows: int = 0
 
 
@@ -60,7 +62,8 @@ def rows_of(ends, expert):
 @triton.jit
 def store_zeros(y, rows, columns, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Store zeros in the tile of y [M, N] that begins at a row and a column."""
-    rm, rn = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns + tl.arange(0, BLOCK_N)
+    rm = rows.to(tl.int64) + tl.arange(0, BLOCK_M)
+    rn = columns + tl.arange(0, BLOCK_N)
     zeros = tl.zeros((BLOCK_M, BLOCK_N), y.dtype.element_ty)
     tl.store(y + rm[:, None] * n + rn[None, :], zeros, (rm < m)[:, None] & (rn < n)[None, :])
 
@@ -100,7 +103,8 @@ def grouped_gemm_kernel(
 ):
     """Compute one tile of x [rows, K] times the weight of its rows' expert."""
     tiles_n = tl.cdiv(n, BLOCK_N)
-    tile, columns = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n * BLOCK_N
+    tile = tl.program_id(0) // tiles_n
+    columns = tl.program_id(0) % tiles_n * BLOCK_N
     expert, first_tile = expert_of(tile, ends, num_experts, BLOCK_M, EXPERTS)
     if expert >= num_experts:
         # rows of no expert: saved, arbitrary numbers would differ from run to run
@@ -110,7 +114,8 @@ def grouped_gemm_kernel(
         return
     begin, end = rows_of(ends, expert)
     rows = begin + (tile - first_tile) * BLOCK_M
-    rm, column = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns.to(tl.int64)
+    rm = rows.to(tl.int64) + tl.arange(0, BLOCK_M)
+    column = columns.to(tl.int64)
     rn = column + tl.arange(0, BLOCK_N)
     w += expert.to(tl.int64) * stride_we
     operands = x, w, rows, columns, rm, rn, end, n, k, (stride_xm, 1, stride_wn, stride_wk)
@@ -137,16 +142,19 @@ def grouped_grad_kernel(
     """Compute one tile of x' dy over the rows of one expert."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tiles = tl.cdiv(m, BLOCK_M) * tiles_n
-    expert, place = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    expert = tl.program_id(0) // tiles
+    place = tl.program_id(0) % tiles
     begin, end = rows_of(ends, expert)
-    rows, columns = place // tiles_n * BLOCK_M, place % tiles_n * BLOCK_N
+    rows = place // tiles_n * BLOCK_M
+    columns = place % tiles_n * BLOCK_N
     # experts' gradients lie below each other
     above = expert.to(tl.int64) * m
     if begin >= end:
         if out.total is None:
             store_zeros(out.y + above * n, rows, columns, m, n, BLOCK_M, BLOCK_N)
         return
-    rm, column = rows.to(tl.int64) + tl.arange(0, BLOCK_M), columns.to(tl.int64)
+    rm = rows.to(tl.int64) + tl.arange(0, BLOCK_M)
+    column = columns.to(tl.int64)
     rn = column + tl.arange(0, BLOCK_N)
     x += begin.to(tl.int64) * stride_xm
     dy += begin.to(tl.int64) * stride_dym
@@ -173,7 +181,8 @@ def grouped_gemm(
 
     ends [E]: where each expert's rows end. y, bias [E, N] and scores [R] are contiguous.
     """
-    (num_rows, k), (num_experts, _, n) = x.shape, w.shape
+    (num_rows, k) = x.shape
+    (num_experts, _, n) = w.shape
     if not num_rows:
         # a tensor without numbers may have any strides
         return
@@ -212,7 +221,8 @@ def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = F
 @triton.jit
 def clear_unused_kernel(dw, ends, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write zeros over a part of an expert's gradient if it has no rows."""
-    expert, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    expert = tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
     begin, end = rows_of(ends, expert)
     if begin < end:
         return

@@ -22,11 +22,15 @@ TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
 
 @triton.jit
 def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    tile, row_z, row_h = tl.program_id(0), 0, 0
+    tile = tl.program_id(0)
+    row_z = 0
+    row_h = 0
     # without a stride all rows are one
     if stride_zm is not None:
         row = (tile // tl.cdiv(n, BLOCK)).to(tl.int64)
-        tile, row_z, row_h = tile % tl.cdiv(n, BLOCK), row * stride_zm, row * n
+        tile = tile % tl.cdiv(n, BLOCK)
+        row_z = row * stride_zm
+        row_h = row * n
     offsets = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offsets < n
     value = load(z + row_z + offsets, mask)
@@ -43,9 +47,12 @@ def act_into(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
     """
     assert h.is_contiguous()
     assert up is None or up.stride() == z.stride()
-    m, n, stride = 1, z.numel(), None
+    m = 1
+    n = z.numel()
+    stride = None
     if not z.is_contiguous():
-        (m, n), stride = z.shape, z.stride(0)
+        (m, n) = z.shape
+        stride = z.stride(0)
         assert n == 1 or z.stride(1) == 1
     grid = (m * triton.cdiv(n, FLAT["BLOCK"]),)
     with torch.cuda.device_of(z):
@@ -59,17 +66,21 @@ class HiddenGrad(NamedTuple):
     halves of the columns of a contiguous one.
     """
 
-    # the pre-activation, or the gate; and up, where gated
+    # the pre-activation, or the gate
     z: Tensor
+    # up, where gated
     up: Tensor | None
     # the hidden layer that the pass writes, where it is wanted
     h: Tensor | None
-    # the gradients that it writes
+    # the gradient of z that it writes
     dz: Tensor
+    # the gradient of up that it writes
     dup: Tensor | None
-    # sums of dz and dup [row tiles, N], where wanted; a launch fills them in, and the row stride
+    # sums of dz [row tiles, N], where wanted; a launch fills them in
     db: Tensor | None = None
+    # sums of dup, likewise
     db_up: Tensor | None = None
+    # elements between the rows of all but h; a launch fills it in
     stride: int = 0
 
     def launched(self, **sums: Tensor) -> HiddenGrad:
@@ -92,10 +103,12 @@ def load_hidden(rm, rn, mask, n, out):
 def store_hidden_grad(dh, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.constexpr):
     """Store h, dz and dup of a tile of dh; every load comes before the first store."""
     offsets = rm[:, None] * out.stride + rn[None, :]
-    z, up = loaded[0].to(tl.float32), loaded[1].to(tl.float32)
+    z = loaded[0].to(tl.float32)
+    up = loaded[1].to(tl.float32)
     value, dz = ACTIVATION(z, dh * up if out.up is not None else dh, is_exact(out.dz))
     if out.up is not None:
-        dup, value = dh * value, value * up
+        dup = dh * value
+        value = value * up
         store_summed(out.dup, out.db_up, offsets, dup, mask, rn, n, tile_m)
     if out.h is not None:
         store(out.h + rm[:, None] * n + rn[None, :], value, mask)
@@ -127,7 +140,8 @@ def act_grad(
     assert dh.stride(1) == 1 or n == 1
     row_tiles = triton.cdiv(m, TILE["BLOCK_M"])
     sums = partial_sums(dh, needs_db, row_tiles, n)
-    out, grid = out.launched(**sums), (row_tiles * triton.cdiv(n, TILE["BLOCK_N"]),)
+    out = out.launched(**sums)
+    grid = (row_tiles * triton.cdiv(n, TILE["BLOCK_N"]),)
     with torch.cuda.device_of(dh):
         act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **TILE)
     return sum_partials(sums.get("db"), sums.get("db_up"))
@@ -156,7 +170,8 @@ def linear_act_dz(
 ) -> tuple[Tensor, Tensor | None]:
     """Return dz [M, N] = dy * act'(z) and, where needed, db [N]; z is recomputed tile by tile."""
     dz = torch.empty_like(dy, memory_format=torch.contiguous_format)
-    act, needs = ACTIVATIONS[activation].value_and_grad, (needs_db, False)
+    act = ACTIVATIONS[activation].value_and_grad
+    needs = (needs_db, False)
     return dz, gemm(x, w, StoreActGrad(dz, dy, dy.stride(0), b), ACT_GRAD, act, needs)[0]
 
 

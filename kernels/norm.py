@@ -159,7 +159,8 @@ def norm_grad(
     dw and db are rounded once, to `sums_dtype`, else they are float32.
     """
     check_operands((dy, dtotal, x), (weight,))
-    (m, n), share = x.shape, share_for(dy, x, rule)
+    (m, n) = x.shape
+    share = share_for(dy, x, rule)
     wide = n * 16 > MAX_GRAD_BLOCK * share
     tile = DW_TILE if wide else rows_for(n, share)
     stages = stages_for(dy, dtotal, x)
@@ -183,7 +184,8 @@ def norm_grad(
             stats = x.new_empty(2, m, dtype=torch.float32)
             wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
             if dw is not None or db is not None:
-                grid, stages = (programs, triton.cdiv(n, tile["BLOCK_N"])), stages_for(dy, x)
+                grid = (programs, triton.cdiv(n, tile["BLOCK_N"]))
+                stages = stages_for(dy, x)
                 wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 

@@ -15,36 +15,46 @@ from .runtime import INTERPRETED, load, round_to, store, tl, triton
 class Norm(NamedTuple):
     """Operands of a norm: matrices [M, N] with adjacent columns, vectors [N]; None where absent."""
 
-    # the input, and the residual that is added to it before
+    # the input
     x: Tensor
+    # added to the input before
     residual: Tensor | None
+    # multiplies the normalised sum
     weight: Tensor | None
+    # added to that
     bias: Tensor | None
-    # the normalised sum, and the sum
+    # the normalised sum
     y: Tensor
+    # the sum of input and residual
     total: Tensor | None
-    # elements between the rows of x and of the residual
+    # elements between the rows of x
     stride_xm: int
+    # elements between the rows of the residual
     stride_rm: int
 
 
 class NormGrad(NamedTuple):
     """Operands of the gradient of a norm, as in `Norm`."""
 
-    # the gradients of the result and of the sum
+    # the gradient of the result
     dy: Tensor
+    # the gradient of the sum
     dtotal: Tensor | None
     # the sum, or the input where nothing is added
     x: Tensor
+    # that of the norm
     weight: Tensor | None
     # the gradient of x that it writes, where wanted
     dx: Tensor | None
-    # sums over each program's rows [programs, N], float32, where wanted
+    # sums of the weight's gradient over each program's rows [programs, N], float32, where wanted
     dw: Tensor | None
+    # sums of the bias's gradient, likewise
     db: Tensor | None
-    # elements between the rows of dy, dtotal and x
+    # elements between the rows of dy
     stride_dym: int
+    # elements between the rows of dtotal
     stride_tm: int
+    # elements between the rows of x
     stride_xm: int
 
 
@@ -253,7 +263,8 @@ def wide_norm_kernel(
     t, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
     rm = tl.program_id(0).to(tl.int64)
-    x, residual = t.x + rm * t.stride_xm, t.residual
+    x = t.x + rm * t.stride_xm
+    residual = t.residual
     if residual is not None:
         residual += rm * t.stride_rm
     mean, rstd = wide_stats(x, residual, t.total, n, eps, LAYER, BLOCK)
@@ -288,7 +299,8 @@ def wide_dx_kernel(
 ):
     """One row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
     rm = tl.program_id(0).to(tl.int64)
-    x, dy = t.x + rm * t.stride_xm, t.dy + rm * t.stride_dym
+    x = t.x + rm * t.stride_xm
+    dy = t.dy + rm * t.stride_dym
     mean, rstd = wide_stats(x, None, None, n, eps, LAYER, BLOCK)
     tl.store(stats + rm, mean)
     tl.store(stats + m + rm, rstd)

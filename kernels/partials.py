@@ -32,7 +32,8 @@ def sum_partials_kernel(
     first, second, total, second_total, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    partials, totals = (first, second), (total, second_total)
+    partials = (first, second)
+    totals = (total, second_total)
     for index in tl.static_range(2):
         if partials[index] is not None:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -48,13 +49,13 @@ def sum_partials(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Sum one or two float32 matrices [M, N] over rows in one launch; round once, to `dtype`."""
     pair = first, second
-    given = second if first is None else first
-    if given is None:
+    present = second if first is None else first
+    if present is None:
         return pair
     assert all(t is None or t.is_contiguous() for t in pair)
-    m, n = given.shape
+    m, n = present.shape
     total, second_total = (None if t is None else t.new_empty(n, dtype=dtype) for t in pair)
     grid = (triton.cdiv(n, TILE["BLOCK_N"]),)
-    with torch.cuda.device_of(given):
+    with torch.cuda.device_of(present):
         sum_partials_kernel[grid](*pair, total, second_total, m, n, **TILE)
     return total, second_total

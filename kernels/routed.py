@@ -21,15 +21,17 @@ from torch import Tensor
 from .runtime import load, row_blocks, store, tl, triton
 
 # slots of a program; tiles of experts that are counted, and of blocks and experts that are added up
-SLOTS, EXPERTS = 64, tl.constexpr(64)
+SLOTS = 64
+EXPERTS = tl.constexpr(64)
 SCAN: dict[str, Any] = {"BLOCK": 64, "EXPERTS": 16}
 
 
 class Route(NamedTuple):
     """How the slots of `index` [T, K] are sorted by expert."""
 
-    # [T K]: the slot of every row, and its token
+    # [T K]: the slot of every row
     order: Tensor
+    # [T K]: the token of every row
     tokens: Tensor
     # [T, K]: the row of every slot
     places: Tensor
@@ -92,10 +94,15 @@ def scan_kernel(counts, totals, num_blocks, width, BLOCK: tl.constexpr, EXPERTS:
     before = tl.zeros((EXPERTS,), tl.int32)
     for start in range(0, num_blocks, BLOCK):
         blocks = start + tl.arange(0, BLOCK)
-        offsets, mask = blocks[:, None] * width + experts[None, :], (blocks < num_blocks)[:, None]
-        found = tl.load(counts + offsets, mask, 0)
-        tl.store(counts + offsets, before[None, :] + tl.cumsum(found, 0) - found, mask)
-        before += tl.sum(found, 0)
+        offsets = blocks[:, None] * width + experts[None, :]
+        mask = (blocks < num_blocks)[:, None]
+        rows_of_experts = tl.load(counts + offsets, mask, 0)
+        tl.store(
+            counts + offsets,
+            before[None, :] + tl.cumsum(rows_of_experts, 0) - rows_of_experts,
+            mask,
+        )
+        before += tl.sum(rows_of_experts, 0)
     tl.store(totals + experts, before.to(tl.int64))
 
 
@@ -115,9 +122,11 @@ def place_kernel(
     EXPERTS: tl.constexpr,
 ):
     """Write the rows of a block's slots, and the slots and tokens of these rows."""
-    numbers, experts = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
+    numbers = tl.arange(0, BLOCK)
+    experts = tl.arange(0, EXPERTS)
     slots = tl.program_id(0) * BLOCK + numbers
-    mask, expert = slots < num_slots, experts_of(index, slots, num_slots, num_experts)
+    mask = slots < num_slots
+    expert = experts_of(index, slots, num_slots, num_experts)
     is_before = numbers[None, :] < numbers[:, None]
     is_equal = expert[:, None] == expert[None, :]
     place = tl.sum((is_equal & is_before).to(tl.int32), 1)
@@ -154,12 +163,13 @@ def route(index: Tensor, num_experts: int, kernel: str | None, runs_triton: bool
     if runs_triton:
         order, tokens, places, ends, negatives = sorted_rows(index, num_experts)
     else:
-        found, order = index.where(index >= 0, num_experts + 1).flatten().sort(stable=True)
-        bounds = torch.arange(num_experts, device=index.device, dtype=found.dtype)
-        ends = torch.searchsorted(found, bounds, right=True, out_int32=True)
+        experts, order = index.where(index >= 0, num_experts + 1).flatten().sort(stable=True)
+        bounds = torch.arange(num_experts, device=index.device, dtype=experts.dtype)
+        ends = torch.searchsorted(experts, bounds, right=True, out_int32=True)
         places = torch.empty_like(order)
         places[order] = torch.arange(order.numel(), device=order.device)
-        tokens, places = order // index.shape[-1], places.view(index.shape)
+        tokens = order // index.shape[-1]
+        places = places.view(index.shape)
         negatives = (index < 0).sum()[None]
     # no kernel of torch's runs on a CPU, but under torch.compile, and in tests
     if index.device.type == "cpu" and kernel != "torch":
@@ -179,7 +189,9 @@ def check_negatives(count: int) -> None:
 
 def sorted_rows(index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     """Return order, tokens, places and ends, and the number of negative elements, [1]."""
-    index, numel, top_k = index.contiguous(), index.numel(), index.shape[-1]
+    index = index.contiguous()
+    numel = index.numel()
+    top_k = index.shape[-1]
     # a negative index counts as one more expert, and none as another
     width: int = max(SCAN["EXPERTS"], triton.next_power_of_2(num_experts + 2))
     blocks = triton.cdiv(numel, SLOTS)
@@ -229,9 +241,12 @@ def combine(x: Tensor, route: Route) -> Tensor:
     if not route.runs_triton:
         # without a buffer in the order of slots, and without atomics
         return F.embedding_bag(route.places, cleared(rows, route), mode="sum")
-    (m, top_k), n = route.places.shape, rows.shape[1]
-    y, block = rows.new_empty(m, n), min(1024, triton.next_power_of_2(n))
-    grid, tile = (m * triton.cdiv(n, block),), {"BLOCK": block}
+    (m, top_k) = route.places.shape
+    n = rows.shape[1]
+    y = rows.new_empty(m, n)
+    block = min(1024, triton.next_power_of_2(n))
+    grid = (m * triton.cdiv(n, block),)
+    tile = {"BLOCK": block}
     with torch.cuda.device_of(rows):
         combine_kernel[grid](rows, route.places, route.ends, y, n, top_k, len(route.ends), **tile)
     return y

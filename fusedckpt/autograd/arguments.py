@@ -21,94 +21,95 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LARGEST = 2**63 - 1
 
 
-def wrong_type(name: str, key: str, expected: str, given: Any) -> NoReturn:
+def wrong_type(name: str, key: str, expected: str, value: Any) -> NoReturn:
     """Raise the TypeError of an argument."""
-    raise TypeError(f"{name}: {key} must be {expected}, got {type(given).__name__}")
+    raise TypeError(f"{name}: {key} must be {expected}, got {type(value).__name__}")
 
 
-def wrong_value(name: str, key: str, expected: str, given: Any) -> NoReturn:
+def wrong_value(name: str, key: str, expected: str, value: Any) -> NoReturn:
     """Raise the ValueError of an argument."""
-    raise ValueError(f"{name}: {key} must be {expected}, got {given!r}")
+    raise ValueError(f"{name}: {key} must be {expected}, got {value!r}")
 
 
-def number(name: str, key: str, given: Any, least: float = -math.inf) -> None:
+def number(name: str, key: str, value: Any, least: float = -math.inf) -> None:
     """Refuse a value that is no finite real number, or a smaller one than `least`."""
-    is_number = isinstance(given, (float, int, np.floating, np.integer))
-    if isinstance(given, bool) or not is_number:
-        wrong_type(name, key, "a number", given)
+    is_number = isinstance(value, (float, int, np.floating, np.integer))
+    if isinstance(value, bool) or not is_number:
+        wrong_type(name, key, "a number", value)
     try:
-        value = float(given)
+        as_float = float(value)
     except OverflowError:
-        value = math.inf
-    if not (least <= value and -math.inf < value < math.inf):
+        as_float = math.inf
+    if not (least <= as_float and -math.inf < as_float < math.inf):
         bound = "" if least == -math.inf else f" of at least {least:g}"
-        wrong_value(name, key, f"a finite number{bound}", given)
+        wrong_value(name, key, f"a finite number{bound}", value)
 
 
-def probability(name: str, key: str, given: Any) -> None:
+def probability(name: str, key: str, value: Any) -> None:
     """Refuse a value that is no probability."""
-    number(name, key, given, 0)
-    if given > 1:
-        wrong_value(name, key, "a probability", given)
+    number(name, key, value, 0)
+    if value > 1:
+        wrong_value(name, key, "a probability", value)
 
 
-def integer(name: str, key: str, given: Any, least: int = 0, most: int = LARGEST) -> int:
+def integer(name: str, key: str, value: Any, least: int = 0, most: int = LARGEST) -> int:
     """Return an integer, which is from `least` to `most`."""
-    value = given
-    if type(given) is not int and not isinstance(given, torch.SymInt):
+    as_int = value
+    if type(value) is not int and not isinstance(value, torch.SymInt):
         try:
             # numpy before 2.3 takes its booleans for integers
-            value = None if isinstance(given, bool | np.bool_) else operator.index(given)
+            as_int = None if isinstance(value, bool | np.bool_) else operator.index(value)
         except (TypeError, RuntimeError):
             # RuntimeError: a tensor on meta
-            value = None
-        if value is None:
-            wrong_type(name, key, "an integer", given)
-    if not least <= value <= most:
-        wrong_value(name, key, f"an integer from {least} to {most}", given)
-    return value
+            as_int = None
+        if as_int is None:
+            wrong_type(name, key, "an integer", value)
+    if not least <= as_int <= most:
+        wrong_value(name, key, f"an integer from {least} to {most}", value)
+    return as_int
 
 
-def flag(name: str, key: str, given: Any) -> bool:
+def flag(name: str, key: str, value: Any) -> bool:
     """Return a flag: True, False, or 1 or 0 for them."""
-    if given is not True and given is not False:
-        if not isinstance(given, (int, np.integer, np.bool_)):
-            wrong_type(name, key, "True or False", given)
-        if given not in (0, 1):
-            wrong_value(name, key, "True or False", given)
-    return bool(given)
+    if value is not True and value is not False:
+        if not isinstance(value, (int, np.integer, np.bool_)):
+            wrong_type(name, key, "True or False", value)
+        if value not in (0, 1):
+            wrong_value(name, key, "True or False", value)
+    return bool(value)
 
 
-def choice(name: str, key: str, given: Any, choices: Collection[str]) -> None:
+def choice(name: str, key: str, value: Any, choices: Collection[str]) -> None:
     """Refuse a value that is none of these strings."""
-    if not isinstance(given, str):
-        wrong_type(name, key, f"one of {', '.join(choices)}", given)
-    if given not in choices:
-        wrong_value(name, key, f"one of {', '.join(choices)}", given)
+    if not isinstance(value, str):
+        wrong_type(name, key, f"one of {', '.join(choices)}", value)
+    if value not in choices:
+        wrong_value(name, key, f"one of {', '.join(choices)}", value)
 
 
-def device(name: str, given: Any, key: str = "device") -> None:
+def device(name: str, value: Any, key: str = "device") -> None:
     """Refuse a value that torch.device refuses."""
     try:
-        torch.device(given)
+        torch.device(value)
     except TypeError:
-        wrong_type(name, key, "a torch.device or what names one", given)
+        wrong_type(name, key, "a torch.device or what names one", value)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name}: {key} must be one of torch's, got {given!r} ({reason})"
+            f"{name}: {key} must be one of torch's, got {value!r} ({reason})"
         ) from None
 
 
-def dtype(name: str, given: Any, key: str = "dtype") -> None:
+def dtype(name: str, value: Any, key: str = "dtype") -> None:
     """Refuse a dtype that no layer computes in."""
-    if not isinstance(given, torch.dtype):
-        wrong_type(name, key, "a torch.dtype", given)
-    if given not in DTYPES:
-        wrong_value(name, key, f"one of {', '.join(map(str, DTYPES))}", given)
+    if not isinstance(value, torch.dtype):
+        wrong_type(name, key, "a torch.dtype", value)
+    if value not in DTYPES:
+        wrong_value(name, key, f"one of {', '.join(map(str, DTYPES))}", value)
 
 
-check_device, check_dtype = device, dtype
+check_device = device
+check_dtype = dtype
 
 
 def factory(name: str, device: Any, dtype: Any) -> None:
@@ -127,18 +128,18 @@ def linear_sizes(name: str, sizes: Mapping[str, Any], bias: Any, device: Any, dt
     factory(name, device, dtype)
 
 
-def module(name: str, key: str, given: Any) -> None:
+def module(name: str, key: str, value: Any) -> None:
     """Refuse a child that is no module."""
-    if not isinstance(given, nn.Module):
-        wrong_type(name, key, "a module", given)
+    if not isinstance(value, nn.Module):
+        wrong_type(name, key, "a module", value)
 
 
-def modules(name: str, key: str, given: tuple[Any, ...]) -> None:
+def modules(name: str, key: str, layers: tuple[Any, ...]) -> None:
     """Refuse children of which one is no module; nn.Sequential takes None, and one OrderedDict."""
-    if key == "linears" and not given:
+    if key == "linears" and not layers:
         raise ValueError(f"{name}: linears must not be empty, got none")
-    is_named = key == "args" and len(given) == 1 and isinstance(given[0], OrderedDict)
-    for index, layer in given[0].items() if is_named else enumerate(given):
+    is_named = key == "args" and len(layers) == 1 and isinstance(layers[0], OrderedDict)
+    for index, layer in layers[0].items() if is_named else enumerate(layers):
         if layer is not None or key == "linears":
             module(name, f"{key}[{index!r}]", layer)
 

@@ -51,23 +51,23 @@ def saving(level: str) -> Iterator[None]:
         override.level = before
 
 
-def resolve(name: str, given: str | None, default: str, levels: tuple[str, ...]) -> str:
+def resolve(name: str, save: str | None, default: str, levels: tuple[str, ...]) -> str:
     """Return the level of a call: its argument, else `saving`'s, else the default."""
-    return chosen(name, (given, override.level, default), levels)
+    return chosen(name, (save, override.level, default), levels)
 
 
 def chosen(name: str, wishes: tuple[str | None, str | None, str], levels: tuple[str, ...]) -> str:
     """Return the level of a call from its argument, `saving` and default, which is checked too."""
-    given, override, default = wishes
-    if given is not None:
-        check(name, given, levels)
-        return given
+    save, override, default = wishes
+    if save is not None:
+        check(name, save, levels)
+        return save
     check(name, default, levels)
     if override is None:
         return default
     return override if override in levels else "inputs"
 
 
-def check(name: str, given: Any, levels: Sequence[str]) -> None:
+def check(name: str, save: Any, levels: Sequence[str]) -> None:
     """Refuse a save level that the layer does not have."""
-    arguments.choice(name, "save", given, levels)
+    arguments.choice(name, "save", save, levels)

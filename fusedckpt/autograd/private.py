@@ -193,7 +193,8 @@ outside_vmap: Callable[[], AbstractContextManager[Any]] = _probe(
     "_functorch.pyfunctorch.temporarily_clear_interpreter_stack", nullcontext
 )
 outside_legacy_vmap: Callable[[], AbstractContextManager[Any]] = nullcontext
-_keys_of, _key_of = _probe("_C.DispatchKeySet", None), _probe("_C._parse_dispatch_key", None)
+_keys_of = _probe("_C.DispatchKeySet", None)
+_key_of = _probe("_C._parse_dispatch_key", None)
 if None not in (_ExcludedKeys, _keys_of, _key_of):
     outside_legacy_vmap = partial(_ExcludedKeys, _keys_of(_key_of("VmapMode")))
 
@@ -252,8 +253,10 @@ def num_wanted(pack: Any) -> int | None:
     """Return how many tensors a recompute of torch's ends after; None, and more is computed."""
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)
     try:
-        frame, backward = variable_of(pack, "target_frame_ref")(), variable_of(pack, "gid")
-        count, done = len(frame.weak_holders), frame.recomp_counter[backward]
+        frame = variable_of(pack, "target_frame_ref")()
+        backward = variable_of(pack, "gid")
+        count = len(frame.weak_holders)
+        done = frame.recomp_counter[backward]
         return count - done if frame.early_stop else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None

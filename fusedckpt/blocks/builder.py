@@ -47,12 +47,12 @@ class Linears(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         """The tensors of each linear, in the order of `flat`."""
-        found = []
+        names = []
         for key, parts in zip(self.keys, self.parts or (None,) * len(self.keys), strict=True):
-            found += [key, f"{bias_of(key)}?"]
+            names += [key, f"{bias_of(key)}?"]
             if parts is not None:
-                found += [f"{key}.{part}" for _ in parts.adapters for part in ("A", "B")]
-        return tuple(found)
+                names += [f"{key}.{part}" for _ in parts.adapters for part in ("A", "B")]
+        return tuple(names)
 
     def of(self, metas: Sequence[Any]) -> list[Parts]:
         """Return the linears with the metas of their tensors."""
@@ -71,7 +71,8 @@ class Builder:
     """Collects a program's steps and parameters; dtype: that linears multiply in."""
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
-        self.context, self.dtype = context, dtype
+        self.context = context
+        self.dtype = dtype
         self.steps: list[Step] = []
         self.params: list[str] = []
         self.layouts: list[Layout] = []
@@ -115,10 +116,10 @@ class Builder:
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
             dtype = self.dtype if num_dims == 3 else self.context.compute_dtype(a.dtype)
-            own = Layout(num_dims, dtype)
+            layout = Layout(num_dims, dtype)
             pairs = ((f"{key}.A{i or ''}", a), (f"{key}.B{i or ''}", b))
-            numbers = [self.param(name, own, t) for name, t in pairs]
-            adapters.append((*numbers, constants, own.dtype))
+            numbers = [self.param(name, layout, t) for name, t in pairs]
+            adapters.append((*numbers, constants, layout.dtype))
         return weight, bias, adapters
 
     def apply(self, numbers: Any, wide: torch.dtype | None, read: str, out: str) -> str:
@@ -127,7 +128,8 @@ class Builder:
         wide: the dtype of the gradient of the value read.
         """
         weight, bias, adapters = numbers
-        narrow, dtypes = [], [None if meta is None else meta.dtype for meta in self.metas]
+        narrow = []
+        dtypes = [None if meta is None else meta.dtype for meta in self.metas]
         for i, (a, _, constants, dtype) in enumerate(adapters):
             low = read
             if constants.dropout:
@@ -157,11 +159,11 @@ class Builder:
         name: str,
         inputs: dict[str, Any],
         results: Sequence[str],
-        given: Any,
+        fields: Any,
         casts: bool = False,
         **options: Any,
     ) -> Call:
-        """Return a call of the program; inputs: metas by name; given: fields of the program.
+        """Return a call of the program; inputs: metas by name; fields: fields of the program.
 
         casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
         """
@@ -175,7 +177,7 @@ class Builder:
             step._replace(params=tuple([last if p == "seeds" else p for p in step.params]))
             for step in self.steps
         ]
-        program = Program(tuple(inputs), tuple(steps), tuple(results), tuple(self.params), **given)
+        program = Program(tuple(inputs), tuple(steps), tuple(results), tuple(self.params), **fields)
         options |= {"others": tuple(self.others), "num_seeds": self.num_seeds}
         options["direct"] = self.context.direct
         metas = (*inputs.values(), *self.metas)

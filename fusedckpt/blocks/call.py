@@ -24,16 +24,16 @@ class Layout(NamedTuple):
     num_dims: int
     dtype: torch.dtype | None = None
 
-    def of(self, given: Any) -> Any:
+    def of(self, param: Any) -> Any:
         """Return a parameter so laid out."""
         num_dims, dtype = self
         if num_dims == 0 or (
-            given.dim() == num_dims
-            and (dtype is None or given.dtype == dtype)
-            and given.is_contiguous()
+            param.dim() == num_dims
+            and (dtype is None or param.dtype == dtype)
+            and param.is_contiguous()
         ):
-            return given
-        return as_vector(given, dtype) if num_dims == 1 else as_weight(given, dtype or given.dtype)
+            return param
+        return as_vector(param, dtype) if num_dims == 1 else as_weight(param, dtype or param.dtype)
 
 
 _numbers = itertools.count()
@@ -85,14 +85,25 @@ class Call:
         adds_after: bool = False,
         num_seeds: int = 0,
     ):
-        self.name, self.program, self.layouts, self.metas = name, program, layouts, metas
-        self.others, self.level, self.inside = others, level, inside
-        self.chunks, self.direct = chunks, direct
-        self.read, self.adds_after, self.num_seeds = read, adds_after, num_seeds
+        self.name = name
+        self.program = program
+        self.layouts = layouts
+        self.metas = metas
+        self.others = others
+        self.level = level
+        self.inside = inside
+        self.chunks = chunks
+        self.direct = direct
+        self.read = read
+        self.adds_after = adds_after
+        self.num_seeds = num_seeds
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
-        is_one, is_norm = len(program.results) == 1, isinstance(program.steps[0].op, Norm)
-        self.shares, self.is_norm = is_one and not is_norm, is_one and is_norm
-        self.num_inputs, self.num_dims = len(program.inputs), program.num_dims
+        is_one = len(program.results) == 1
+        is_norm = isinstance(program.steps[0].op, Norm)
+        self.shares = is_one and not is_norm
+        self.is_norm = is_one and is_norm
+        self.num_inputs = len(program.inputs)
+        self.num_dims = program.num_dims
         self.names = (*program.inputs, *range(len(program.params)))
         self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
         # the name by which ops find it: a description, and a number, as shapes are not described
@@ -118,16 +129,18 @@ class Call:
         return self._saved[key]
 
     def _settled(self, needs: Flags, counted: str, computed: str) -> Saved:
-        program, count = self.program, self.num_inputs
+        program = self.program
+        count = self.num_inputs
         every = self._with(needs, self.flags_of("preact"))
         likes = tuple([name in every.names("value") for name in program.products])
         keeps, runs = (
             tuple([a and b for a, b in zip(self.flags_of(level), likes, strict=True)])
             for level in (counted, computed)
         )
-        found, whole = self._with(needs, keeps), self._with(needs, self.flags_of("inputs"))
-        values = [name for name in found.names("value") if name not in program.products]
-        params = list(found.names("param"))
+        backward = self._with(needs, keeps)
+        whole = self._with(needs, self.flags_of("inputs"))
+        values = [name for name in backward.names("value") if name not in program.products]
+        params = list(backward.names("param"))
         last = len(program.params) - 1
         if self.num_seeds and last not in params:
             # second derivatives draw the same
@@ -146,7 +159,7 @@ class Call:
             self._likes(likes),
             forward,
             tuple([names.index(n) if n in names else -1 for n in program.products]),
-            tuple([i for i, name in enumerate(program.results) if name not in found.flows]),
+            tuple([i for i, name in enumerate(program.results) if name not in backward.flows]),
         )
 
     def _with(self, needs: Flags, products: Flags) -> Schedule:
@@ -157,7 +170,12 @@ class Call:
             return ()
         leading = self.metas[0].shape[:-1]
         pairs = zip([self.described[name] for name in self.program.products], flags, strict=True)
-        return tuple([((*leading, found[0]), found[1]) if flag else None for found, flag in pairs])
+        return tuple(
+            [
+                ((*leading, described[0]), described[1]) if flag else None
+                for described, flag in pairs
+            ]
+        )
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
@@ -175,7 +193,8 @@ class Call:
     def described(self) -> dict[str, tuple[int, torch.dtype]]:
         """Return the features and the dtype of every value."""
         shapes: list[Any] = [() if meta is None else meta.shape for meta in self.metas]
-        inputs, params = shapes[: self.num_inputs], shapes[self.num_inputs :]
+        inputs = shapes[: self.num_inputs]
+        params = shapes[self.num_inputs :]
         widths = self.program.widths([shape[-1] for shape in inputs], params)
         dtypes = self.program.dtypes(self.dtypes[: self.num_inputs])
         return {name: (width, dtypes[name]) for name, width in widths.items()}

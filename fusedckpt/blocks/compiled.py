@@ -74,7 +74,10 @@ grouped_weight_grad.register_autograd(_of_weight_grad, setup_context=_save)
 
 _ATEN = torch.ops.aten
 _GEMMS = (
-    *(_ATEN.mm.default, _ATEN.addmm.default, _ATEN.bmm.default, _ATEN.baddbmm.default),
+    _ATEN.mm.default,
+    _ATEN.addmm.default,
+    _ATEN.bmm.default,
+    _ATEN.baddbmm.default,
     torch.ops.fusedckpt.grouped_product.default,
 )
 # adapters have two GEMMs each
@@ -88,10 +91,8 @@ def _contexts(saved: tuple[int, ...]) -> Any:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op not in _GEMMS:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        number, seen[context.is_recompute] = (
-            seen[context.is_recompute],
-            seen[context.is_recompute] + 1,
-        )
+        number = seen[context.is_recompute]
+        seen[context.is_recompute] = seen[context.is_recompute] + 1
         is_saved = number in saved
         return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.MUST_RECOMPUTE
 

@@ -30,7 +30,8 @@ class Walk(Writer):
         self, program: Program, wanted: Flags, saved: frozenset[str], dys: Flags, chunked: bool
     ):
         super().__init__(program, chunked)
-        self.saved, self.wanted = saved, wanted[len(program.inputs) :]
+        self.saved = saved
+        self.wanted = wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
         # gradients of values: those that passes gave, and those that passed a step unchanged
         self.grads: dict[str, Node] = {}
@@ -61,24 +62,26 @@ class Walk(Writer):
         for step in reversed(self.program.steps):
             if step.out not in self.flows or not self.has_gradient(step.out):
                 continue
-            wants, dy = self.wants(step), self.gradient(step.out)
-            found = step.op.passes(wants)
-            for slot in set(wants).difference(*[one.gives for one in found]):
+            wants = self.wants(step)
+            dy = self.gradient(step.out)
+            passes_of_step = step.op.passes(wants)
+            for slot in set(wants).difference(*[step_pass.gives for step_pass in passes_of_step]):
                 # it is that of y
                 self.totals[step.at(slot)] = dy
             due: list[tuple[Step, Pass, Node]] = []
-            for one in found:
-                if one.gives[0][0] == "p":
-                    if self.sums.keys() >= set(map(step.at, one.gives)):
+            for step_pass in passes_of_step:
+                if step_pass.gives[0][0] == "p":
+                    if self.sums.keys() >= set(map(step.at, step_pass.gives)):
                         continue
-                    if any(self.comes(step.at(slot)) for slot in one.reads):
-                        waiting.append((step, one, dy))
+                    if any(self.comes(step.at(slot)) for slot in step_pass.reads):
+                        waiting.append((step, step_pass, dy))
                         continue
                 if step.op.recomputes:
-                    due, waiting = waiting, []
+                    due = waiting
+                    waiting = []
                     if due:
-                        one = one._replace(gives=(*one.gives, "y"))
-                self.emit(step, one, dy)
+                        step_pass = step_pass._replace(gives=(*step_pass.gives, "y"))
+                self.emit(step, step_pass, dy)
             for entry in due:
                 self.emit(*entry)
         for entry in waiting:
@@ -99,7 +102,8 @@ class Walk(Writer):
 
     def gradient(self, value: str) -> Node:
         """Return a value's whole gradient."""
-        grad, total = self.grads.get(value), self.totals.pop(value, None)
+        grad = self.grads.get(value)
+        total = self.totals.pop(value, None)
         if grad is not None and total is not None:
             grad = self.call("add_", grad, total, dtype=self.dtype_of(grad))
         elif grad is None:
@@ -125,11 +129,11 @@ class Walk(Writer):
         self.make(step)
         return self.nodes[value]
 
-    def emit(self, step: Step, one: Pass, dy: Node) -> None:
+    def emit(self, step: Step, step_pass: Pass, dy: Node) -> None:
         """Write a pass."""
-        if one.gives[0] in ("r0", "p0"):
+        if step_pass.gives[0] in ("r0", "p0"):
             self.count_gemm(step)
-        for slot, node in step.op.backward(self, self.given_to(step, one, dy)).items():
+        for slot, node in step.op.backward(self, self.given_to(step, step_pass, dy)).items():
             if slot == "y":
                 self.keep(step.out, node)
             elif slot[0] == "r":
@@ -142,37 +146,40 @@ class Walk(Writer):
                 bias = self.bias_of(step.at(f"r{slot[1]}")) if slot[0] == "b" else None
                 self.add(step.at(slot) if bias is None else bias, node)
 
-    def given_to(self, step: Step, one: Pass, dy: Node) -> Gradient:
+    def given_to(self, step: Step, step_pass: Pass, dy: Node) -> Gradient:
         """Return the tensors that a pass reads."""
-        op, reads = step.op, dict[str, Node]()
+        op = step.op
+        reads = dict[str, Node]()
         weight: Any = None
         kernel = getattr(op, "kernel", "") if op.recomputes else ""
         if kernel == "fused" and not (step.reads[0] in self.nodes or step.reads[0] in self.saved):
             maker = self.makers[step.reads[0]]
-            reads["x"], (weight, bias) = self.need(maker.reads[0]), self.params(maker)
+            reads["x"] = self.need(maker.reads[0])
+            (weight, bias) = self.params(maker)
             self.count_gemm(maker)
             if bias is not None:
                 reads["b"] = bias
         else:
-            for slot in one.reads:
+            for slot in step_pass.reads:
                 at = step.at(slot)
                 if at is not None:
                     reads[slot] = self.given("param", at) if slot[0] == "p" else self.need(at)
         if "r0" in reads:
             reads["r0"] = self.cast(reads["r0"], op.read_dtype)
-        if self.chunked and one.gives == ("p0",):
+        if self.chunked and step_pass.gives == ("p0",):
             reads["sum"] = self.given("sum", step.params[0])
         if kernel == "hybrid" and dy.target is torch.mm:
             # the kernel multiplies itself
-            gemm, (dy, weight) = dy, dy.args  # type: ignore[assignment]  # a node
+            gemm = dy
+            dy, weight = gemm.args  # type: ignore[assignment]  # nodes
             self.graph.erase_node(gemm)
-        value = next((step.at(slot) for slot in one.gives if slot[0] == "r"), None)
+        value = next((step.at(slot) for slot in step_pass.gives if slot[0] == "r"), None)
         total = self.grads.get(value)  # type: ignore[arg-type]  # None is no value
         if op.adds and value in self.totals:
             total = self.gradient(value)
         biases = map(self.bias_of, step.reads) if op.recomputes else ()
         sums = [f"b{i}" for i, bias in enumerate(biases) if self.wants_param(bias)]
-        return Gradient(one.gives, dy, reads, total, frozenset(sums), weight)
+        return Gradient(step_pass.gives, dy, reads, total, frozenset(sums), weight)
 
     def bias_of(self, value: str) -> int | None:
         """Return the bias that a value's gradient is summed for."""
@@ -223,7 +230,8 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
 
     chunked: for chunks of rows, which belong in places of all rows.
     """
-    writer, steps = Writer(program, chunked), list(program.steps)
+    writer = Writer(program, chunked)
+    steps = list(program.steps)
     kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
     names = (*program.results, *kept)
     for name in program.inputs:
@@ -235,7 +243,8 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
         # one kernel computes x + residual with its norm, or a GEMM with its activation
         if after and (isinstance(after.op, Norm) if is_sum else _is_fused(after.op)):
             steps.pop(0)
-            reads, params = writer.reads(step), writer.params(step)
+            reads = writer.reads(step)
+            params = writer.params(step)
             writer.count_gemm(step)
             if is_sum:
                 nodes = after.op.forward(writer, reads, writer.params(after))

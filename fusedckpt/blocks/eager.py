@@ -36,7 +36,8 @@ forced = _Forced()
 def forcing(seeds: Tensor | None) -> Iterator[None]:
     """Run the eager reference of functions called inside; seeds: of their dropouts."""
     before = forced.is_on, forced.seeds
-    forced.is_on, forced.seeds = True, seeds
+    forced.is_on = True
+    forced.seeds = seeds
     try:
         yield
     finally:
@@ -64,7 +65,8 @@ def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Te
         return torch.nn.functional.dropout(x, p)
     if x.numel() == 0:
         return torch.empty_like(x)
-    rows, kernel = as_matrix(x), dispatch.path_of(x.device, x.dtype)
+    rows = as_matrix(x)
+    kernel = dispatch.path_of(x.device, x.dtype)
     return dropout_kernel.dropout(rows, p, seed, first_row, kernel=kernel).view(x.shape)
 
 
@@ -117,7 +119,8 @@ def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
     if isinstance(gating, str):
         return hidden([gate, up], gating)
     alpha, limit, offset, _ = gating
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
     return (up + offset) * (gate * torch.sigmoid(gate * alpha))
 
 
@@ -129,7 +132,8 @@ def norm(
     Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
     normalised x before the weight, and its result has the promoted dtype.
     """
-    shape, eps = (shape,) if isinstance(shape, int) else shape, rule.eps
+    shape = (shape,) if isinstance(shape, int) else shape
+    eps = rule.eps
     if rule.kind == "layer":
         return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
     if rule.cast == "torch":

@@ -34,14 +34,23 @@ _INTEGERS = (torch.int64, torch.int32)
 class ExpertOptions(NamedTuple):
     """The options of a call of experts; its linears are ROUTED, or ROUTED_GATED."""
 
+    # in errors about options
     caller: str
+    # the name of an activation, or a ClampedSwiGLU
     gating: Any
+    # whether weights are [E, in, out]
     is_transposed: bool = False
+    # the level of a call, None for the default
     save: str | None = None
+    # the level of the module
     default: str = "inputs"
+    # into how many chunks rows are cut, None for as many as shapes say
     chunks: int | None = None
+    # whether a module asks, which may run its own forward
     is_module: bool = False
+    # the names of the weights
     linears: Linears = Linears(ROUTED)
+    # in errors about tensors
     name: str = "experts"
     # adapters that drop are refused
     num_seeds = 0
@@ -85,11 +94,12 @@ class ExpertOptions(NamedTuple):
         nbytes = index.shape.numel() * 3 * sum(sizes) * dtype.itemsize
         sums = 4 * 3 * num_experts * math.prod(sizes) if dtype.itemsize == 2 else 0
         chunks = self.chunks or run.cut_for(nbytes, sums)
-        b, inputs = Builder(context, dtype), dict(zip(_INPUTS, (x, index, scores), strict=True))
+        b = Builder(context, dtype)
+        inputs = dict(zip(_INPUTS, (x, index, scores), strict=True))
         self._steps(b, gating, x, index, linears)
-        given = {"products": self.products, "top_k": index.shape[-1]}
+        fields = {"products": self.products, "top_k": index.shape[-1]}
         level = level if context.grad else "inputs"
-        return b.call("experts", inputs, ["y"], given, casts=True, level=level, chunks=chunks)
+        return b.call("experts", inputs, ["y"], fields, casts=True, level=level, chunks=chunks)
 
     def _check(self, context: Context, x: Any, index: Any, scores: Any, linears: Any) -> None:
         """Refuse tensors that do not fit each other."""
@@ -99,10 +109,12 @@ class ExpertOptions(NamedTuple):
         validate.integers(name, "index", index, x, _INTEGERS)
         leads = list(x.shape[:-1])
         if not x.shape or list(index.shape[:-1]) != leads or 0 in index.shape[-1:]:
-            expected, got = validate.listed([*leads, "K"]), list(index.shape)
+            expected = validate.listed([*leads, "K"])
+            got = list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
         validate.fits(name, "scores", scores, *index.shape)
-        dtype, down = context.compute_dtype(x.dtype), linears[-1].weight.shape
+        dtype = context.compute_dtype(x.dtype)
+        down = linears[-1].weight.shape
         if len(down) != 3 or not down[0]:
             raise ValueError(f"{name}: down must be [E, D, F], E at least 1, got {list(down)}")
         out, hidden = self._turned(down[1:])
@@ -127,7 +139,8 @@ class ExpertOptions(NamedTuple):
 
     def _steps(self, b: Builder, gating: Gating, x: Any, index: Any, linears: Any) -> None:
         """Add the parameters and steps."""
-        dtype, top_k = b.dtype, index.shape[-1]
+        dtype = b.dtype
+        top_k = index.shape[-1]
         pairs = zip(self.linears.keys, linears, strict=True)
         numbers = [b.linear(*pair, num_dims=3) for pair in pairs]
         route = Route(linears[-1].weight.shape[0], *self._kernels(b, x, linears))
@@ -167,20 +180,21 @@ class ExpertOptions(NamedTuple):
             op = Adapted(*options, scale=constants.scale)
             y = b.add(op, total, (low, "route", y), (last, None))
 
-    def reference(self, x: Tensor, given: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
-        """Return the result by torch's own ops; given: index and scores."""
+    def reference(self, x: Tensor, routing: Sequence[Tensor], pairs: Sequence[Any]) -> Tensor:
+        """Return the result by torch's own ops; routing: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
         context = Context(
             grad=False, autocast=autocast, level=None, twin=True, direct=False, forced=()
         )
-        b, (gating, _) = Builder(context, context.compute_dtype(x.dtype)), self.check(None)
+        b = Builder(context, context.compute_dtype(x.dtype))
+        (gating, _) = self.check(None)
         linears = taken_apart(self.name, self.linears.keys, pairs, 0)
         if torch.compiler.is_compiling():
             # for adapted ones nothing was decided
             whole = self._replace(linears=Linears(self.linears.keys, tuple(linears)))
-            whole._check(context, x, given[0], given[1], linears)
-        self._steps(b, gating, x, given[0], linears)
-        rows = [t.reshape(-1, t.shape[-1]) for t in (x, *given)]
+            whole._check(context, x, routing[0], routing[1], linears)
+        self._steps(b, gating, x, routing[0], linears)
+        rows = [t.reshape(-1, t.shape[-1]) for t in (x, *routing)]
         program = Program(_INPUTS, tuple(b.steps), ("y",), tuple(b.params))
         # the steps cast
         with torch.autocast(x.device.type, enabled=False):

@@ -117,7 +117,8 @@ class GatedNormOptions(NamedTuple):
     def plan(self, context: Context, *metas: Any) -> Any:
         """Refuse arguments that do not fit; return None where only eager may run."""
         x, gate, weight = metas
-        name, activation = self.name, self.check(context.level, weight)
+        name = self.name
+        activation = self.check(context.level, weight)
         (width,) = self.sizes()
         validate.tensors(name, self.names, (x, gate, weight))
         if not x.shape or x.shape[-1] != width:
@@ -131,7 +132,8 @@ class GatedNormOptions(NamedTuple):
         dtype = torch.promote_types(dtypes[0], dtypes[-1]) if widens else x.dtype
         paths = [dispatch.is_aten(x.device, t.dtype, *x.shape) for t in (x, gate)]
         kernel = "aten" if any(paths) or dtype == torch.float64 else "triton"
-        rule, sums = self.rule(x.dtype, activation), sums_dtype(x, weight, None)
+        rule = self.rule(x.dtype, activation)
+        sums = sums_dtype(x, weight, None)
         builder = Builder(context, x.dtype)
         number = builder.param("weight", Layout(1), weight)
         y = builder.add(GatedNorm(rule, dtype, sums, kernel), "y", ("x", "gate"), (number,))

@@ -52,10 +52,11 @@ class Statistics(Op):
         """Write the statistics."""
         return [code.call(statistics, *reads, self.rule, self.kernel)]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient over the logits."""
-        z, target = one.reads["r0"], one.reads["r1"]
-        args = (one.dy, z, target, self.rule, self.kernel)
+        z = grad.reads["r0"]
+        target = grad.reads["r1"]
+        args = (grad.dy, z, target, self.rule, self.kernel)
         return {"r0": code.call(statistics_grad, *args, over={"dz": (z,)})}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
@@ -64,18 +65,21 @@ class Statistics(Op):
 
 
 class HeadOptions(NamedTuple):
-    """The options of a head, as of any call of linears (programs.py), with a target.
+    """The options of a head, as of any call of linears (programs.py), with a target."""
 
-    rule: how logits come from the linear; chunks: of rows, None for as many as CHUNK_BYTES says;
-    save: the level of a call.
-    """
-
+    # in errors
     name: str
+    # how logits come from the linear
     rule: LogitRule
+    # into how many chunks rows are cut, None for as many as CHUNK_BYTES says
     chunks: int | None = None
+    # the level of a call, None for the default
     save: str | None = None
+    # the name of the weight
     linears: Linears = Linears(LINEAR)
+    # whether a module asks, which may run its own forward
     is_module: bool = False
+    # seeds of its own dropouts: it has none
     num_seeds: int = 0
 
     @property
@@ -85,7 +89,8 @@ class HeadOptions(NamedTuple):
 
     def check(self, override: str | None) -> str:
         """Return the save level; refuse invalid options."""
-        name, rule = self.name, self.rule
+        name = self.name
+        rule = self.rule
         arguments.number(name, "scale", rule.scale)
         if rule.softcap is not None:
             arguments.number(name, "softcap", rule.softcap)
@@ -110,7 +115,8 @@ class HeadOptions(NamedTuple):
     def plan(self, context: Context, x: Any, target: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         level = self.check(context.level)
-        name, linears = self.name, self.linears.of(metas)
+        name = self.name
+        linears = self.linears.of(metas)
         validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
@@ -119,19 +125,21 @@ class HeadOptions(NamedTuple):
         validate.multiplied(name, context, dtype, named)
         if context.twin:
             return None
-        b, classes = Builder(context, dtype), linears[0].weight.shape[0]
+        b = Builder(context, dtype)
+        classes = linears[0].weight.shape[0]
         on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
         b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
-        level, chunks = level if context.grad else "inputs", self.chunks or 1
+        level = level if context.grad else "inputs"
+        chunks = self.chunks or 1
         if level == "inputs" and self.chunks is None:
             rows = math.prod(x.shape[:-1])
             chunks = max(chunks, chunks_for(rows, classes, x.shape[-1], dtype))
         # in a checkpoint's recompute not all logits are to exist at once
         how: Any = {"level": level, "inside": "inputs", "chunks": chunks, "casts": True}
-        given = {"dtype": dtype, "products": ("z",)}
-        return b.call(name, {"x": x, "target": target}, ["y"], given, **how)
+        fields = {"dtype": dtype, "products": ("z",)}
+        return b.call(name, {"x": x, "target": target}, ["y"], fields, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:
         validate.integers(self.name, "target", target, x, (torch.int64,))

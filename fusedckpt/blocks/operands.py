@@ -19,17 +19,19 @@ _AUTOCASTS_RMS = torch.__version__ >= "2.12"
 
 
 class NormSpec(NamedTuple):
-    """The norm of a block, over the last dimension of its input.
+    """The norm of a block, over the last dimension of its input."""
 
-    kind: "rms" or "layer"; weight, bias: [D] or None (bias: layer only); eps: None means the
-    default of F.rms_norm, or 1e-5 for layer; offset, cast: as in `functional.rms_norm`.
-    """
-
+    # "rms" or "layer"
     kind: str
+    # [D] or None
     weight: Tensor | None = None
+    # [D] or None, of a layer norm
     bias: Tensor | None = None
+    # None for the default of F.rms_norm, or 1e-5 of a layer norm
     eps: float | None = None
+    # added to the weight, as in `functional.rms_norm`
     offset: float = 0.0
+    # where half precision is rounded, as in `functional.rms_norm`
     cast: str = "torch"
 
 
@@ -51,8 +53,8 @@ def output_dtype(
 
 def sums_dtype(x: Meta, weight: Any, bias: Any) -> torch.dtype:
     """Return the dtype of their gradients: the one that they share, or else at least float32."""
-    found = {t.dtype for t in (weight, bias) if t is not None}
-    return found.pop() if len(found) == 1 else torch.promote_types(x.dtype, torch.float32)
+    dtypes = {t.dtype for t in (weight, bias) if t is not None}
+    return dtypes.pop() if len(dtypes) == 1 else torch.promote_types(x.dtype, torch.float32)
 
 
 def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
@@ -73,19 +75,22 @@ class LoRA(NamedTuple):
 
         F.linear(x, weight, bias) + scale * F.linear(F.linear(F.dropout(x, dropout), A), B)
 
-    weight: [N, K], dense or quantised, frozen or not; or another LoRA: its adapter is added too.
-    A: [r, K]; B: [N, r]; scale: a number, peft's `scaling`; dropout: the dropout probability of the
-    adapter's input, 0 in eval. A and B may have another dtype than weight: x is cast to it, and the
-    sum is cast back, as peft does. For experts see `functional.experts`.
+    A and B may have another dtype than weight: x is cast to it, and the sum is cast back, as peft
+    does. For experts see `functional.experts`.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; over
     quantised weights Dettmers et al., "QLoRA", arXiv 2305.14314.
     """
 
+    # [N, K], dense or quantised, frozen or not; or another LoRA: its adapter is added, too
     weight: Any
+    # [r, K]
     A: Tensor
+    # [N, r]
     B: Tensor
+    # peft's `scaling`
     scale: float = 1.0
+    # the probability for the adapter's input, 0 in evaluation
     dropout: float = 0.0
 
 
@@ -98,16 +103,17 @@ class Constants(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A linear layer taken apart: its tensors, or a value about each in its place.
+    """A linear layer taken apart: its tensors, or a value about each in its place."""
 
-    adapters: pairs of A and B, innermost first; is_quantised: whether the weight is a record that
-    dequantises, or the Meta of one.
-    """
-
+    # without its adapters
     weight: Any
+    # None where absent
     bias: Any
+    # pairs of A and B, innermost first
     adapters: tuple[tuple[Any, Any], ...] = ()
+    # of each adapter
     constants: tuple[Constants, ...] = ()
+    # whether the weight is a record that dequantises, or the Meta of one
     is_quantised: bool = False
 
     def half(self, index: int) -> Parts:
@@ -124,7 +130,8 @@ class Parts(NamedTuple):
 
 def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
     """Take a weight apart, numbering its dropouts; refuse constants that mean nothing."""
-    adapters, constants = [], []
+    adapters = []
+    constants = []
     for lora in adapters_of(weight):
         weight = lora.weight
         arguments.number(name, f"{key}.scale", lora.scale)
@@ -141,11 +148,11 @@ def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) 
 
 def adapters_of(weight: Any) -> list[LoRA]:
     """Return the records of a weight, outermost first."""
-    found = []
+    adapters = []
     while isinstance(weight, LoRA):
-        found.append(weight)
+        adapters.append(weight)
         weight = weight.weight
-    return found
+    return adapters
 
 
 def count_dropouts(weights: Sequence[Any], *dropouts: float) -> int:
@@ -164,7 +171,8 @@ def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
 
     A quantised weight stays: its value is None.
     """
-    weight, bias = next(values), next(values)
+    weight = next(values)
+    bias = next(values)
     weight = parts.weight if parts.is_quantised else weight
     adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
     return parts._replace(weight=weight, bias=bias, adapters=adapters)

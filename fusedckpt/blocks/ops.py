@@ -32,19 +32,21 @@ def backward(
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
-    given: Mapping[Any, Any],
+    saved: Mapping[Any, Any],
     donates: bool = False,
 ) -> list[Tensor | None]:
     """Run `run.backward` as one op."""
-    program, count, asked = call.program, call.num_inputs, list(wanted)
-    products = {name: given[name] for name in program.products if given.get(name) is not None}
+    program = call.program
+    count = call.num_inputs
+    asked = list(wanted)
+    products = {name: saved[name] for name in program.products if saved.get(name) is not None}
     if program.keeps:
         # the inputs of a sum have one gradient, which no op may return twice
         asked[:count] = [any(wanted[:count])] + [False] * (count - 1)
-    tensors = [given.get(name) for name in (*call.names, *program.keeps)]
+    tensors = [saved.get(name) for name in (*call.names, *program.keeps)]
     op = _donating_op if donates else _backward_op
-    found = op(list(dys), list(products.values()), tensors, call.key, list(products), asked)
-    grads = [None if t.dim() == ABSENT_DIMS else t for t in found]
+    results = op(list(dys), list(products.values()), tensors, call.key, list(products), asked)
+    grads = [None if t.dim() == ABSENT_DIMS else t for t in results]
     if program.keeps:
         grads[:count] = [grads[0] if want else None for want in wanted[:count]]
     return grads
@@ -60,13 +62,15 @@ def _run_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tens
 
 
 def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tensor]:
-    call, x = CALLS[key], tensors[0]
+    call = CALLS[key]
+    x = tensors[0]
     sizes = [call.described[name] for name in _forward_code(call, products).results]
     return [x.new_empty(call.shape(x.shape, width), dtype=dtype) for width, dtype in sizes]
 
 
 def _flops(call: Call, code: Schedule) -> int:
-    rows, weights = math.prod(call.metas[0].shape[:-1]), call.metas[call.num_inputs :]
+    rows = math.prod(call.metas[0].shape[:-1])
+    weights = call.metas[call.num_inputs :]
     return 2 * rows * sum(call.program.macs(weights[number].shape) for number in code.gemms)
 
 
@@ -82,7 +86,7 @@ def _backward_code(call: Call, dys: Sequence[Any], products: Any, wanted: Any) -
 def _run_backward(
     dys: list[Any],
     products: list[Tensor],
-    given: list[Any],
+    saved: list[Any],
     key: str,
     names: list[str],
     wanted: list[bool],
@@ -90,7 +94,7 @@ def _run_backward(
 ) -> list[Tensor]:
     call = CALLS[key]
     like = next(dy for dy in dys if dy is not None)
-    named = dict(zip((*call.names, *call.program.keeps, *names), [*given, *products], strict=True))
+    named = dict(zip((*call.names, *call.program.keeps, *names), [*saved, *products], strict=True))
     grads = run.backward(call, tuple(wanted), dys, like, named, donates)
     for index, dtype in enumerate(call.dtypes):
         # each sum is freed as it is rounded
@@ -104,9 +108,10 @@ def _absent(like: Tensor) -> Tensor:
 
 
 def _fake_backward(
-    dys: list[Any], products: Any, given: Any, key: str, names: Any, wanted: Any
+    dys: list[Any], products: Any, saved: Any, key: str, names: Any, wanted: Any
 ) -> list[Tensor]:
-    call, like = CALLS[key], next(dy for dy in dys if dy is not None)
+    call = CALLS[key]
+    like = next(dy for dy in dys if dy is not None)
     pairs = zip(_backward_code(call, dys, names, wanted).results, call.metas, strict=True)
     return [
         _absent(like) if result is None else like.new_empty(meta.shape, dtype=meta.dtype)
@@ -115,7 +120,7 @@ def _fake_backward(
 
 
 def _flops_backward(
-    dys: list[Any], products: Any, given: Any, key: str, names: Any, wanted: Any, **_: Any
+    dys: list[Any], products: Any, saved: Any, key: str, names: Any, wanted: Any, **_: Any
 ) -> int:
     return _flops(CALLS[key], _backward_code(CALLS[key], dys, names, wanted))
 

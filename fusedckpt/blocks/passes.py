@@ -75,8 +75,8 @@ def input_grad(
             total = _added_product(total, part, dense(weight, rows, dy.dtype))
         assert total is not None
         return total
-    found = scaled_product(dy, weight, scale)
-    return found if total is None else summed(total, found)
+    dx = scaled_product(dy, weight, scale)
+    return dx if total is None else summed(total, dx)
 
 
 def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
@@ -146,5 +146,6 @@ def hidden_grads(
     if is_packed and sums[0]:
         assert db is not None
         assert db_up is not None
-        db, db_up = torch.cat((db, db_up)), None
+        db = torch.cat((db, db_up))
+        db_up = None
     return h, dz, du, db, db_up

@@ -40,10 +40,10 @@ class Op:
 
     def passes(self, wants: tuple[str, ...]) -> list[Pass]:
         """Return the passes that give wanted gradients; a slot that none gives has that of y."""
-        found = [Pass((slot,), reads) for slot, reads in self.gradients if slot in wants]
-        if not self.is_joint or not found:
-            return found
-        gives, reads = ([slot for one in found for slot in one[part]] for part in range(2))
+        singles = [Pass((slot,), reads) for slot, reads in self.gradients if slot in wants]
+        if not self.is_joint or not singles:
+            return singles
+        gives, reads = ([slot for single in singles for slot in single[part]] for part in range(2))
         return [Pass(tuple(gives), tuple(dict.fromkeys(reads)))]
 
     def width(self, read: int, weight: Any) -> int:
@@ -79,21 +79,25 @@ class Step(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A layer: steps from inputs and parameters to results.
+    """A layer: steps from inputs and parameters to results."""
 
-    products: the GEMM outputs that a save level may keep, the gate's first; keeps: results that are
-    saved in place of the inputs; num_dims: how many dimensions make one row; dtype: of the inputs,
-    where a linear reads them; top_k: how many rows each row has at experts.
-    """
-
+    # names of the values that a call is given
     inputs: tuple[str, ...]
+    # in the order of the forward
     steps: tuple[Step, ...]
+    # names of the values that it returns
     results: tuple[str, ...]
+    # names of the parameters
     params: tuple[str, ...] = ()
+    # GEMM outputs that a save level may keep, the gate's first
     products: tuple[str, ...] = ()
+    # results that are saved in place of the inputs
     keeps: tuple[str, ...] = ()
+    # how many dimensions make one row
     num_dims: int = 1
+    # of the inputs, where a linear reads them
     dtype: torch.dtype | None = None
+    # how many rows each row has at experts
     top_k: int = 1
 
     def macs(self, weight: Sequence[int]) -> int:
@@ -102,41 +106,42 @@ class Program(NamedTuple):
 
     def widths(self, inputs: Sequence[Any], params: Sequence[Any]) -> dict[str, Any]:
         """Return the features of every value, from those of inputs and the parameters' shapes."""
-        found = dict(zip(self.inputs, inputs, strict=True))
+        widths = dict(zip(self.inputs, inputs, strict=True))
         for step in self.steps:
             first = None if not step.params or step.params[0] is None else params[step.params[0]]
-            found[step.out] = step.op.width(found[step.reads[0]], first)
-        return found
+            widths[step.out] = step.op.width(widths[step.reads[0]], first)
+        return widths
 
     def dtypes(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the dtype of every value, from those of inputs."""
-        found = dict(zip(self.inputs, inputs, strict=True))
+        dtypes = dict(zip(self.inputs, inputs, strict=True))
         for step in self.steps:
-            found[step.out] = step.op.out_dtype([found[name] for name in step.reads])
-        return found
+            dtypes[step.out] = step.op.out_dtype([dtypes[name] for name in step.reads])
+        return dtypes
 
     def eager(self, values: dict[str, Any], params: Sequence[Any]) -> tuple[Any, ...]:
         """Return the results by torch's own differentiable ops, from inputs or later values."""
-        found = dict(values)
+        known = dict(values)
         for step in self.steps:
-            if step.out not in found:
-                reads = [found[name] for name in step.reads]
-                given = [None if p is None else params[p] for p in step.params]
-                found[step.out] = step.op.eager(reads, given)
-        return tuple(found[name] for name in self.results)
+            if step.out not in known:
+                reads = [known[name] for name in step.reads]
+                operands = [None if p is None else params[p] for p in step.params]
+                known[step.out] = step.op.eager(reads, operands)
+        return tuple(known[name] for name in self.results)
 
 
 class Gradient(NamedTuple):
-    """A pass as an op writes it: nodes by slot.
+    """A pass as an op writes it: nodes by slot."""
 
-    reads: "sum" among them is the sum over earlier chunks of p0's gradient; total: the gradient of
-    the value read that others gave; sums: the values read, "b0" and "b1", with a gradient that is
-    also summed over rows; weight: of a GEMM that the pass takes in.
-    """
-
+    # the slots with gradients that the pass gives
     gives: tuple[str, ...]
+    # the gradient of the step's output
     dy: Node
+    # values and parameters that it reads; "sum" is the gradient of p0 over earlier chunks
     reads: dict[str, Node]
+    # the gradient of the value read that other passes gave
     total: Node | None = None
+    # the values read, "b0" and "b1", with a gradient that is also summed over rows
     sums: frozenset[str] = frozenset()
+    # of a GEMM that the pass takes in
     weight: Node | None = None

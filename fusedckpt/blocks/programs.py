@@ -36,27 +36,39 @@ COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 class Options(NamedTuple):
     """The options of a call of linears, with the steps before and after them.
 
-        linear_act, norm_linear: x -> norm -> linears -> activation
-        mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
-
-    name: in errors about tensors, caller: about options; norm: a NormSpec without its tensors, of
-    `kinds`; over: the shape of a module's norm; save: the level of a call, default: its module's.
+    linear_act, norm_linear: x -> norm -> linears -> activation
+    mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
     """
 
+    # in errors about tensors
     name: str
+    # in errors about options
     caller: str
+    # the names of the weights, and their adapters
     linears: Linears
+    # by any of its names, None for none
     activation: str | None = None
+    # the norm before, without its tensors
     norm: NormSpec | None = None
+    # the types of its fields, as True equals 1
     kinds: tuple[type, ...] = ()
+    # the shape of a module's norm
     over: Any = None
+    # whether x is added to the result
     residual: bool = False
+    # the level of a call, None for the default
     save: str | None = None
+    # the level of its module
     default: str = "inputs"
+    # into how many chunks rows are cut, None for as many as shapes say
     chunks: int | None = None
+    # the variant that runs, None for the default
     kernel: str | None = None
+    # the probability for the hidden layer
     dropout: float = 0.0
+    # the probability for the result, before x is added
     output_dropout: float = 0.0
+    # whether a module asks, which may run its own forward
     is_module: bool = False
 
     @property
@@ -77,7 +89,8 @@ class Options(NamedTuple):
 
     def check(self, override: str | None) -> tuple[str, str]:
         """Return activation and save level; refuse invalid options."""
-        caller, function = self.caller, self.linears.function
+        caller = self.caller
+        function = self.linears.function
         level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
         activation = validate.activation(caller, self.activation)
         validate.block(caller, self.residual, self.chunks)
@@ -103,7 +116,9 @@ class Options(NamedTuple):
 
     def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Any:
         """Return the results by torch's own ops; norm: its tensors; linears: weights and biases."""
-        weights, (before, after) = [w for w, _ in linears], (self.dropout, self.output_dropout)
+        weights = [w for w, _ in linears]
+        before = self.dropout
+        after = self.output_dropout
         seeds: Any = eager.forced.seeds
         if seeds is None:
             seeds = draw_seeds(x, count_dropouts(weights, before, after))
@@ -118,10 +133,10 @@ class Options(NamedTuple):
             zs = [gate, up]
         y = eager.hidden(zs, self.activation)
         if self.linears.last is not None:
-            own = iter([None, None] if seeds is None else seeds)
-            h = eager.dropout(y, before, next(own) if before else None)
+            block_seeds = iter([None, None] if seeds is None else seeds)
+            h = eager.dropout(y, before, next(block_seeds) if before else None)
             y = eager.linear(h, *linears[-1], seeds, numbers)
-            y = eager.dropout(y, after, next(own) if after else None)
+            y = eager.dropout(y, after, next(block_seeds) if after else None)
         return x + y if self.residual else y
 
     def saved_gemms(self, adapters: Sequence[int]) -> tuple[int, ...]:
@@ -138,19 +153,24 @@ class Options(NamedTuple):
     def plan(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         activation, level = self.check(context.level)
-        name, keys, spec = self.name, self.linears.keys, self.norm
+        name = self.name
+        keys = self.linears.keys
+        spec = self.norm
         count = 0 if spec is None else 2
-        norm, linears = metas[:count], self.linears.of(metas[count:])
+        norm = metas[:count]
+        linears = self.linears.of(metas[count:])
         if spec is not None:
             if not isinstance(spec, NormSpec):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
             validate.norm_rule(name, spec, "norm.")
         validate.tensors(name, self.names, (x, *norm, *flat_of(linears)))
-        last, halves = self.linears.last, 2 if keys == PACKED else 1
+        last = self.linears.last
+        halves = 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
         validate.linears(name, x, named, last, halves, adds=bool(self.residual))
-        dtype, shape = x.dtype, tuple(x.shape[-1:])
+        dtype = x.dtype
+        shape = tuple(x.shape[-1:])
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
         if spec is not None:
@@ -160,15 +180,20 @@ class Options(NamedTuple):
         validate.runs(name, self.kernel, x, dtype)
         if context.twin:
             return None
-        b, shape = Builder(context, dtype), linears[-1].weight.shape
+        b = Builder(context, dtype)
+        shape = linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
-        found = self._steps(b, x, spec, linears, hidden)
-        found |= {"level": level if context.grad else "inputs", "chunks": self._chunks(b, x, shape)}
-        return b.call(self.linears.function, {"x": x}, **found, casts=spec is None)
+        call_options = self._steps(b, x, spec, linears, hidden)
+        call_options |= {
+            "level": level if context.grad else "inputs",
+            "chunks": self._chunks(b, x, shape),
+        }
+        return b.call(self.linears.function, {"x": x}, **call_options, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
         """Return which kernels run: "aten", "split", or the function's other one."""
-        function, wish = self.linears.function, self.kernel if self.is_plain else "split"
+        function = self.linears.function
+        wish = self.kernel if self.is_plain else "split"
         if function == "norm_linear" or not x.shape[-1]:
             return "aten"
         if function == "linear_act":
@@ -189,8 +214,10 @@ class Options(NamedTuple):
         hidden: Hidden,
     ) -> dict[str, Any]:
         """Add the steps; return the arguments of the call."""
-        read, adds = "x", bool(self.residual) and x.dtype == b.dtype
-        has_last, function = self.linears.last is not None, self.linears.function
+        read = "x"
+        adds = bool(self.residual) and x.dtype == b.dtype
+        has_last = self.linears.last is not None
+        function = self.linears.function
         if spec is not None:
             # a block's sums may add up over chunks
             sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
@@ -198,7 +225,9 @@ class Options(NamedTuple):
             read = b.norm(op, spec.weight, spec.bias)
         numbers = [b.linear(*pair) for pair in zip(self.linears.keys, linears, strict=True)]
         firsts = numbers[: len(numbers) - has_last]
-        wide, results, products = None, [f"y{i}" for i in range(len(firsts))], ()
+        wide = None
+        results = [f"y{i}" for i in range(len(firsts))]
+        products = ()
         if function == "norm_linear":
             wide = torch.promote_types(b.dtype, x.dtype)
         elif has_last or hidden.activation != "identity":
@@ -216,14 +245,16 @@ class Options(NamedTuple):
             y = b.apply(numbers[-1], None, y, "down")
             y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
             results = [b.add(Add(), "y", (y, "x")) if adds else y]
-        given = {"products": products, "dtype": b.dtype if adds or read == "x" else None}
-        return {"results": results, "given": given, "adds_after": bool(self.residual) and not adds}
+        fields = {"products": products, "dtype": b.dtype if adds or read == "x" else None}
+        is_added_after = bool(self.residual) and not adds
+        return {"results": results, "fields": fields, "adds_after": is_added_after}
 
     def _chunks(self, b: Builder, x: Meta, last: Sequence[int]) -> int:
         """Return into how many chunks a block cuts its rows."""
         if self.linears.last is None:
             return 1
-        num, rows = 2 if self.linears.function == "mlp" else 3, math.prod(x.shape[:-1])
+        num = 2 if self.linears.function == "mlp" else 3
+        rows = math.prod(x.shape[:-1])
         return self.chunks or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
@@ -246,13 +277,21 @@ def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
 class NormOptions(NamedTuple):
     """The options of a norm."""
 
+    # the function, for errors
     name: str
+    # "rms" or "layer"
     kind: str
+    # as it was given; checked by `plan`
     normalized_shape: Any
+    # None for the default
     eps: float | None
+    # added to the weight
     offset: float = 0.0
+    # where half precision is rounded
     cast: str = "torch"
+    # whether a module asks, which may run its own forward
     is_module: bool = False
+    # of a call's tensors
     names: tuple[str, ...] = ("x", "residual?", "weight?", "bias?")
 
     def check(self, override: str | None, weight: Any = True) -> None:
@@ -267,13 +306,17 @@ class NormOptions(NamedTuple):
     def plan(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
         residual, weight, bias = metas
-        name, spec = self.name, self._spec(weight, bias)
+        name = self.name
+        spec = self._spec(weight, bias)
         self.check(context.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return dispatch.OWN
         validate.tensors(name, self.names, (x, residual, weight, bias))
-        b, inputs, reads, keeps = Builder(context, x.dtype), {"x": x}, "x", ()
+        b = Builder(context, x.dtype)
+        inputs = {"x": x}
+        reads = "x"
+        keeps = ()
         if residual is not None:
             validate.fits(name, "residual", residual, *x.shape, must="must have the shape of x,")
             inputs["residual"] = residual
@@ -284,7 +327,8 @@ class NormOptions(NamedTuple):
         dtype = validate.norm(name, x, spec, shape, context)
         if context.twin:
             return None
-        kernel, sums = norm_kernel(x, x.dtype), sums_dtype(x, weight, bias)
+        kernel = norm_kernel(x, x.dtype)
+        sums = sums_dtype(x, weight, bias)
         op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
         return b.call("norm", inputs, ["y", *keeps], {"keeps": keeps, "num_dims": len(shape)})

@@ -25,15 +25,19 @@ Dequantise = Callable[[Any], Tensor]
 class QuantisedWeight(NamedTuple):
     """A frozen weight [N, K], or [E, N, K] of experts, that is dense only while a GEMM reads it.
 
-    shape, dtype, device: those of the dense weight; dense: called with a slice of rows or experts,
-    or None for all, returns them as a dense tensor of any floating dtype; is_sliceable: whether it
-    accepts a slice. Calls check these fields before any work, and each tensor that `dense` returns.
+    Calls check its fields before any work, and each tensor that `dense` returns.
     """
 
+    # of the dense weight
     shape: torch.Size
+    # of the dense weight
     dtype: torch.dtype
+    # of the dense weight
     device: torch.device
+    # called with a slice of rows or experts, or None for all, returns them as a dense tensor of
+    # any floating dtype
     dense: Dense
+    # whether `dense` accepts a slice
     is_sliceable: bool = False
 
     def pieces(self, dtype: torch.dtype) -> Iterator[slice | None]:
@@ -65,18 +69,18 @@ class QuantisedWeight(NamedTuple):
             device = torch.device("cuda", torch.cuda.current_device())
 
         def dense(rows: slice | None) -> Tensor:
-            found: Any = self.dense(rows)
+            part: Any = self.dense(rows)
             wanted = [shape[0] if rows is None else rows.stop - rows.start, *shape[1:]]
             expected = f"a dense floating-point tensor {wanted} on {device}"
-            if not isinstance(found, Tensor):
-                came = type(found).__name__
+            if not isinstance(part, Tensor):
+                came = type(part).__name__
                 raise TypeError(f"{name}: {source} must return {expected}, got {came}")
-            fits = found.layout == torch.strided and not found.is_nested
-            fits = fits and found.is_floating_point() and found.device == device
-            if not fits or list(found.shape) != wanted:
-                came = f"{found.dtype} {list(found.shape)} on {found.device}"
+            fits = part.layout == torch.strided and not part.is_nested
+            fits = fits and part.is_floating_point() and part.device == device
+            if not fits or list(part.shape) != wanted:
+                came = f"{part.dtype} {list(part.shape)} on {part.device}"
                 raise ValueError(f"{name}: {source} must return {expected}, got {came}")
-            return found
+            return part
 
         return QuantisedWeight(shape, self.dtype, device, dense, is_sliceable)
 
@@ -99,17 +103,19 @@ class EachExpert:
     """
 
     def __init__(self, weight: QuantisedWeight, turns: bool, dtype: torch.dtype):
-        self.weight, self.turns, self.dtype = weight, turns, dtype
+        self.weight = weight
+        self.turns = turns
+        self.dtype = dtype
         e, *sizes = weight.shape
         self.shape = (e, *sizes[::-1]) if turns else (e, *sizes)
         self.whole = None if weight.is_sliceable else weight.dense(None)
 
     def __getitem__(self, expert: int) -> Tensor:
         if self.whole is None:
-            found = self.weight.dense(slice(expert, expert + 1))[0]
+            part = self.weight.dense(slice(expert, expert + 1))[0]
         else:
-            found = self.whole[expert]
-        return found.to(self.dtype).t() if self.turns else found.to(self.dtype)
+            part = self.whole[expert]
+        return part.to(self.dtype).t() if self.turns else part.to(self.dtype)
 
 
 _registered: dict[type, tuple[Dequantise, bool]] = {}
@@ -153,13 +159,13 @@ def quantised(weight: Any) -> QuantisedWeight | None:
     library = kind.__module__.partition(".")[0]
     if library == "bitsandbytes":
         return _of_bitsandbytes(kind.__name__, weight)
-    found = _registered.get(kind)
-    if found is None and library == "torchao" and kind.__name__ in _TORCHAO:
+    registered = _registered.get(kind)
+    if registered is None and library == "torchao" and kind.__name__ in _TORCHAO:
         method, is_sliceable = _TORCHAO[kind.__name__]
-        found = getattr(kind, method), is_sliceable
-    if found is None or weight.requires_grad or why_left(weight) is not None:
+        registered = getattr(kind, method), is_sliceable
+    if registered is None or weight.requires_grad or why_left(weight) is not None:
         return None
-    dequantise, is_sliceable = found
+    dequantise, is_sliceable = registered
 
     def dense(rows: slice | None) -> Tensor:
         return dequantise(weight if rows is None else weight[rows])
@@ -181,7 +187,9 @@ _TORCHAO = {
 }
 # attributes of weights that also quantise or scale activations
 _TO_ACTIVATIONS = (
-    *("act_quant_kwargs", "act_quant_scale", "act_pre_scale"),
+    "act_quant_kwargs",
+    "act_quant_scale",
+    "act_pre_scale",
     "activation_quantization",
 )
 
@@ -207,7 +215,8 @@ def _unless_changed(dense: Dense, *tensors: Any) -> Dense:
 
 
 def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
-    device, state = weight.device, getattr(weight, "quant_state", None)
+    device = weight.device
+    state = getattr(weight, "quant_state", None)
     if name == "Params4bit" and state is not None:
         if getattr(state, "packing_format_for_cpu", False):
             return None
@@ -234,5 +243,6 @@ def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
         part, scale = (data, row_maxima) if rows is None else (data[rows], row_maxima[rows])
         return part * (scale / 127).unsqueeze(-1)
 
-    checked, dtype = _unless_changed(dense, data, row_maxima), row_maxima.dtype
+    checked = _unless_changed(dense, data, row_maxima)
+    dtype = row_maxima.dtype
     return QuantisedWeight(data.shape, dtype, data.device, checked, is_sliceable=True)

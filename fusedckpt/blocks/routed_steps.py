@@ -64,10 +64,11 @@ class Move(Op):
         """Write the rows, or the sum."""
         return [code.call(routed.gather if self.gathers else routed.combine, *reads)]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient of x."""
-        fn, dy = routed.combine if self.gathers else routed.gather, code.cast(one.dy, self.dtype)
-        return {"r0": code.call(fn, dy, one.reads["r1"], dtype=self.dtype)}
+        fn = routed.combine if self.gathers else routed.gather
+        dy = code.cast(grad.dy, self.dtype)
+        return {"r0": code.call(fn, dy, grad.reads["r1"], dtype=self.dtype)}
 
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
         """Return the rows, or the sum, by torch's ops."""
@@ -81,20 +82,26 @@ class Move(Op):
 class Grouped(Op):
     """y = x W_e' + b_e for the rows of every expert e; b_e times the score where one is read.
 
-    Reads x, a route and perhaps scores. is_transposed: whether the weight is [E, in, out];
-    is_quantised: whether an expert's is dense only while a GEMM reads it; scale: of the product.
+    Reads x, a route and perhaps scores.
     """
 
+    # how many experts each token has
     top_k: int
+    # whether the weight is [E, in, out]
     is_transposed: bool
+    # of the product
     dtype: torch.dtype | None = None
+    # whether an expert's weight is dense only while a GEMM reads it
     is_quantised: bool = False
+    # of the product
     scale: float = 1.0
     has_gemm = casts = True
     # x is freed before its gradient is computed
     gradients = (
-        *(("p1", ("r1", "r2")), ("r2", ("p1", "r1"))),
-        *(("p0", ("r0", "r1")), ("r0", ("p0", "r1"))),
+        ("p1", ("r1", "r2")),
+        ("r2", ("p1", "r1")),
+        ("p0", ("r0", "r1")),
+        ("r0", ("p0", "r1")),
     )
 
     def width(self, read: int, weight: Any) -> int:
@@ -117,12 +124,14 @@ class Grouped(Op):
         weight, bias = params
         return [self._product(code, weight, False, reads[0], bias, *reads[1:])]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient of x, the weight, the bias or the scores."""
-        (slot,), dy, reads = one.gives, code.cast(one.dy, self.dtype), one.reads
+        (slot,) = grad.gives
+        dy = code.cast(grad.dy, self.dtype)
+        reads = grad.reads
         route = reads["r1"]
         if slot == "r0":
-            args = (dy, None, route, None, one.total)
+            args = (dy, None, route, None, grad.total)
             return {slot: self._product(code, reads["p0"], True, *args)}
         if slot == "p1":
             return {slot: code.call(grouped.bias_grad, dy, route, reads.get("r2"))}
@@ -131,8 +140,8 @@ class Grouped(Op):
         pair = (reads["r0"], dy) if self.is_transposed else (dy, reads["r0"])
         if self.scale != 1:
             # scaled in float32, so that no factor overflows
-            found = code.call(grouped.weight_sum, None, *pair, route)
-            return {slot: code.call("mul_", found, self.scale)}
+            slots_and_nodes = code.call(grouped.weight_sum, None, *pair, route)
+            return {slot: code.call("mul_", slots_and_nodes, self.scale)}
         if "sum" in reads:
             return {slot: code.call(grouped.weight_sum, reads["sum"], *pair, route)}
         return {slot: code.call(grouped.weight_grad, *pair, route)}
@@ -211,22 +220,24 @@ class Gated(Op):
         up = [None] if self.is_packed else []
         return [code.call(gating.gated, z, *up, *others, self.gating)]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write h, and the gradients of z, up and the scores."""
         slots = self._slots()
-        args = [None if slot is None else one.reads[slot] for slot in slots]
-        needs = "y" in one.gives, slots[2] in one.gives
-        over = {"h": [one.dy], "dz": [args[0]], "du": [args[1]]}
+        args = [None if slot is None else grad.reads[slot] for slot in slots]
+        needs = "y" in grad.gives, slots[2] in grad.gives
+        over = {"h": [grad.dy], "dz": [args[0]], "du": [args[1]]}
         if not needs[0]:
             del over["h"]
         if self.is_packed:
             del over["du"]
-        node = code.call(gating.gated_grad, one.dy, *args, self.gating, needs, over=over)
+        node = code.call(gating.gated_grad, grad.dy, *args, self.gating, needs, over=over)
         h, dz, du, ds = code.items(node, 4)
-        if one.total is not None:
-            ds = code.call(passes.summed, one.total, ds)
-        found = zip(["y", *slots[:3]], (h, dz, du, ds), strict=True)
-        return {slot: part for slot, part in found if slot is not None and slot in one.gives}
+        if grad.total is not None:
+            ds = code.call(passes.summed, grad.total, ds)
+        slots_and_nodes = zip(["y", *slots[:3]], (h, dz, du, ds), strict=True)
+        return {
+            slot: part for slot, part in slots_and_nodes if slot is not None and slot in grad.gives
+        }
 
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:
         """Return h by torch's ops."""

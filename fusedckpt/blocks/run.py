@@ -51,22 +51,23 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
 
 def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Return the results of inputs and parameters, then the products that the schedule gives."""
-    x, given = tensors[0], dict(zip(call.names, tensors, strict=True))
+    x = tensors[0]
+    operands = dict(zip(call.names, tensors, strict=True))
     with below():
         if call.chunks == 1:
-            found = list(code.run(0, *_arguments(call, code, given)))
+            results = list(code.run(0, *_arguments(call, code, operands)))
         else:
             num_rows = math.prod(x.shape[: -call.num_dims])
             sizes = map(call.described.__getitem__, code.results)
-            found = [x.new_empty(num_rows, width, dtype=dtype) for width, dtype in sizes]
-            homes = dict(zip(code.results, found, strict=True))
-            args = _arguments(call, code, given, homes=homes)
+            results = [x.new_empty(num_rows, width, dtype=dtype) for width, dtype in sizes]
+            homes = dict(zip(code.results, results, strict=True))
+            args = _arguments(call, code, operands, homes=homes)
             for rows in row_chunks(num_rows, call.chunks):
                 code.run(rows.start, *_cut(code, args, rows))
         if x.dim() == 2 and call.num_dims == 1:
-            return found
+            return results
         # below autograd, too, which refuses to write a view that a Function returns
-        return [y.view(call.shape(x.shape, y.shape[1])) for y in found]
+        return [y.view(call.shape(x.shape, y.shape[1])) for y in results]
 
 
 def backward(
@@ -74,48 +75,50 @@ def backward(
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
-    given: Mapping[Any, Any],
+    saved: Mapping[Any, Any],
     donates: bool = False,
 ) -> list[Tensor | None]:
     """Return the gradients of inputs and parameters.
 
-    like: one of dys; given: the saved tensors, parameters by number, values by name; donates:
+    like: one of dys; saved: the saved tensors, parameters by number, values by name; donates:
     whether the products may be written over.
     """
     results = call.program.results
-    products = tuple(map(_IS_GIVEN, map(given.get, call.program.products)))
+    products = tuple(map(_IS_GIVEN, map(saved.get, call.program.products)))
     code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
     with below():
-        args = _arguments(call, code, given, dys)
+        args = _arguments(call, code, saved, dys)
         if call.chunks == 1:
-            found = list(code.run(0, *args))
+            grads = list(code.run(0, *args))
         else:
-            found = _backward_in_chunks(call, code, args, math.prod(like.shape[: -call.num_dims]))
+            grads = _backward_in_chunks(call, code, args, math.prod(like.shape[: -call.num_dims]))
         if like.dim() == 2 and call.num_dims == 1:
-            return found
+            return grads
         pairs = zip(code.given, args, strict=True)
         whole = {id(arg): dys[results.index(key)] for (kind, key), arg in pairs if kind == "dy"}
-        return _shaped(call, like, found, whole)
+        return _shaped(call, like, grads, whole)
 
 
 def _arguments(
     call: Call,
     code: Schedule,
-    given: Mapping[Any, Any],
+    operands: Mapping[Any, Any],
     dys: Sequence[Tensor | None] = (),
     homes: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:
     """Return the arguments of a schedule: matrices of rows, parameters as kernels take them."""
-    args, program, one_row = [], call.program, call.num_dims == 1
+    args = []
+    program = call.program
+    one_row = call.num_dims == 1
     for kind, key in code.given:
         if kind == "param":
-            args.append(call.layouts[key].of(given[key]))
+            args.append(call.layouts[key].of(operands[key]))
         elif kind == "home" and homes is not None:
             args.append(homes[key])
         elif kind == "sum":
             args.append(None)
         else:
-            rows: Any = given[key] if kind == "value" else dys[program.results.index(key)]
+            rows: Any = operands[key] if kind == "value" else dys[program.results.index(key)]
             if not (one_row and rows.dim() == 2 and rows.stride(1) == 1):
                 rows = as_matrix(rows, call.num_dims)
             # elementwise kernels read products, which hooks may have laid out otherwise
@@ -141,29 +144,29 @@ def _backward_in_chunks(
     for rows in row_chunks(num_rows, call.chunks):
         for i, index in sums:
             args[i] = grads[index]
-        found = list(code.run(rows.start, *_cut(code, args, rows)))
+        of_chunk = list(code.run(rows.start, *_cut(code, args, rows)))
         for i in range(count):
-            if found[i] is not None:
+            if of_chunk[i] is not None:
                 if grads[i] is None:
-                    shape = num_rows, found[i].shape[1]
-                    grads[i] = found[i].new_empty(shape, dtype=call.dtypes[i])
-                grads[i][rows] = found[i]
-        grads[count:] = found[count:]
+                    shape = num_rows, of_chunk[i].shape[1]
+                    grads[i] = of_chunk[i].new_empty(shape, dtype=call.dtypes[i])
+                grads[i][rows] = of_chunk[i]
+        grads[count:] = of_chunk[count:]
         # before the next chunk asks for as much
-        del found
+        del of_chunk
     return grads
 
 
 def _shaped(
-    call: Call, like: Tensor, found: list[Tensor | None], whole: dict[int, Tensor | None]
+    call: Call, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
     """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
     # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
     # an incoming gradient, or to one of two views of the gradient that a sum's inputs share
-    for i, grad in enumerate(found):
+    for i, grad in enumerate(grads):
         if grad is not None and i < call.num_inputs:
             view = grad.view(call.shape(like.shape, grad.shape[1]))
-            found[i] = whole.setdefault(id(grad), view)
+            grads[i] = whole.setdefault(id(grad), view)
         elif grad is not None and call.num_dims > 1:
-            found[i] = grad.view(like.shape[-call.num_dims :])
-    return found
+            grads[i] = grad.view(like.shape[-call.num_dims :])
+    return grads

@@ -24,7 +24,9 @@ class LayerSchedule:
     saves: dict[str, int]
     # into how many chunks of rows forward and backward are cut
     chunks: int
+    # the schedule of the forward, one call a line
     forward: str
+    # the schedule of the backward
     backward: str
 
     def __str__(self) -> str:
@@ -101,10 +103,12 @@ def _blocks_before(nodes: list[Any]) -> Iterator[Any]:
 
 def _layer_of(node: Any) -> LayerSchedule:
     """Return the schedules of a layer by its node."""
-    call, saved = node.call, node.saved
+    call = node.call
+    saved = node.saved
     program = call.program
     products = tuple([place >= 0 for place in saved.extras])
-    wanted, dys = tuple(node.needs_input_grad[2:]), (True,) * len(program.results)
+    wanted = tuple(node.needs_input_grad[2:])
+    dys = (True,) * len(program.results)
     backward = call.backward(wanted, products, dys, any(products))
     kept = {name for name, is_saved in zip(program.products, products, strict=True) if is_saved}
     values = [name for name in saved.names if isinstance(name, str)]

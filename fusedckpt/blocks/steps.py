@@ -32,15 +32,17 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Norm(Op):
-    """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed.
+    """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed."""
 
-    sums: the dtype of the gradients of weight and bias; kernel: "aten" or "triton".
-    """
-
+    # which norm
     rule: NormRule
+    # of y, None for that of x
     dtype: torch.dtype | None = None
+    # the dtype of the gradients of weight and bias
     sums: torch.dtype | None = None
+    # "aten" or "triton"
     kernel: str = "aten"
+    # how many dimensions are normalised together
     num_dims: int = 1
     adds = is_joint = True
     gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
@@ -51,17 +53,18 @@ class Norm(Op):
         fn = aten.norm if self.kernel == "aten" else triton_norm.norm
         return code.items(code.call(fn, x, residual, *params, self.rule, self.dtype), len(reads))
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write dx, added to a gradient of x that exists, and the parameters' gradients."""
-        if one.gives == ("p1",):
-            return {"p1": code.call(column_sums, one.dy)}
+        if grad.gives == ("p1",):
+            return {"p1": code.call(column_sums, grad.dy)}
         slots = ("r0", "p0", "p1")
-        needs = tuple([slot in one.gives for slot in slots])
+        needs = tuple([slot in grad.gives for slot in slots])
         fn = aten.norm_grad if self.kernel == "aten" else triton_norm.norm_grad
-        x, weight = one.reads["r0"], one.reads.get("p0")
-        node = code.call(fn, one.dy, one.total, x, weight, self.rule, needs, self.sums)
-        found = zip(slots, code.items(node, 3), strict=True)
-        return {slot: part for slot, part in found if slot in one.gives}
+        x = grad.reads["r0"]
+        weight = grad.reads.get("p0")
+        node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, self.sums)
+        nodes = zip(slots, code.items(node, 3), strict=True)
+        return {slot: part for slot, part in nodes if slot in grad.gives}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return norm(x) in torch's ops."""
@@ -71,17 +74,19 @@ class Norm(Op):
 
 @dataclass(frozen=True)
 class Linear(Op):
-    """y = x W' + b, in `dtype`; or, of an adapter, y = total + scale x W', written over the total.
+    """y = x W' + b; or, of an adapter, y = total + scale x W', written over the total."""
 
-    grad_dtype: of the gradient of x; sums: of the weight's gradient; is_quantised: whether the
-    weight is dense only while a GEMM reads it; out: of a sum, by default what torch promotes to.
-    """
-
+    # that it multiplies in, and of y
     dtype: torch.dtype
+    # of the product
     scale: float = 1.0
+    # of the gradient of x, None for `dtype`
     grad_dtype: torch.dtype | None = None
+    # the dtype of the weight's gradient
     sums: torch.dtype | None = None
+    # whether the weight is dense only while a GEMM reads it
     is_quantised: bool = False
+    # the dtype of a sum, None for the one that torch promotes to
     out: torch.dtype | None = None
     has_gemm = casts = True
     gradients = (("p1", ()), ("r0", ("p0",)), ("p0", ("r0",)))
@@ -108,27 +113,29 @@ class Linear(Op):
             node.meta["alias"] = total
         return [node]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient of x, the weight or the bias."""
-        (slot,) = one.gives
+        (slot,) = grad.gives
         if slot == "p1":
-            return {slot: code.call(column_sums, one.dy)}
-        dy = code.cast(one.dy, self.dtype)
+            return {slot: code.call(column_sums, grad.dy)}
+        dy = code.cast(grad.dy, self.dtype)
         if slot == "r0":
-            return {slot: self._input_grad(code, dy, one)}
-        x = one.reads["r0"]
-        if "sum" in one.reads:
-            return {slot: code.call(passes.weight_sum, one.reads["sum"], dy, x, self.scale)}
+            return {slot: self._input_grad(code, dy, grad)}
+        x = grad.reads["r0"]
+        if "sum" in grad.reads:
+            return {slot: code.call(passes.weight_sum, grad.reads["sum"], dy, x, self.scale)}
         if self.scale == 1 and (self.dtype == self.sums or self.dtype not in HALF):
             return {slot: code.call(torch.mm, code.call("t", dy), x)}
         return {slot: code.call(passes.weight_grad, dy, x, self.scale, self.sums)}
 
-    def _input_grad(self, code: Writer, dy: Node, one: Gradient) -> Node:
-        weight, total, wide = one.reads["p0"], one.total, self.grad_dtype or self.dtype
+    def _input_grad(self, code: Writer, dy: Node, grad: Gradient) -> Node:
+        weight = grad.reads["p0"]
+        total = grad.total
+        wide = self.grad_dtype or self.dtype
         known = code.dtype_of(total)
-        both = self.dtype if known is None else torch.promote_types(known, self.dtype)
+        of_sum = self.dtype if known is None else torch.promote_types(known, self.dtype)
         if self.is_quantised or self.scale != 1:
-            return code.call(passes.input_grad, dy, weight, self.scale, total, dtype=both)
+            return code.call(passes.input_grad, dy, weight, self.scale, total, dtype=of_sum)
         if total is None:
             fn = torch.mm if wide == self.dtype else wide_product
             return code.call(fn, dy, weight, dtype=wide)
@@ -137,11 +144,12 @@ class Linear(Op):
         if known == wide:
             code.call(add_product, total, dy, weight)
             return total
-        return code.call(passes.summed, total, code.call(torch.mm, dy, weight), dtype=both)
+        return code.call(passes.summed, total, code.call(torch.mm, dy, weight), dtype=of_sum)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return y in torch's ops."""
-        x, weight = reads[0].to(self.dtype), params[0]
+        x = reads[0].to(self.dtype)
+        weight = params[0]
         if isinstance(weight, QuantisedWeight):
             weight = weight.dense(None)
         bias = None if params[1] is None else params[1].to(self.dtype)
@@ -176,7 +184,8 @@ class Hidden(Op):
         A GEMM that reads rows that lie apart may round otherwise.
         """
         if self.is_packed:
-            over, fn = {"out": ()}, passes.packed
+            over = {"out": ()}
+            fn = passes.packed
             return [code.call(fn, *reads, self.activation, self.kernel, over=over)]
         z, u = reads if len(reads) > 1 else (*reads, None)
         args = (z, u, self.activation, self.kernel)
@@ -186,36 +195,45 @@ class Hidden(Op):
         """Write h = act(x W' + b), and z where it is kept, by one kernel."""
         return code.items(code.call(kernels.linear_act, x, *linear, self.activation, keeps), 2)
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write dz, du and h, and the sums over the columns of dz and du."""
-        reads, sums = one.reads, ("b0" in one.sums, "b1" in one.sums)
+        reads = grad.reads
+        sums = ("b0" in grad.sums, "b1" in grad.sums)
         if "x" in reads:
-            args = (one.dy, reads["x"], one.weight, reads.get("b"), self.activation, sums[0])
-            slots, node = ("r0", "b0"), code.call(kernels.linear_act_dz, *args)
+            args = (grad.dy, reads["x"], grad.weight, reads.get("b"), self.activation, sums[0])
+            slots = ("r0", "b0")
+            node = code.call(kernels.linear_act_dz, *args)
         else:
-            args = (one.dy, one.weight, reads["r0"], reads.get("r1"), self.activation, self.kernel)
-            args = (*args, self.is_packed, sums, "y" in one.gives)
+            args = (
+                grad.dy,
+                grad.weight,
+                reads["r0"],
+                reads.get("r1"),
+                self.activation,
+                self.kernel,
+            )
+            args = (*args, self.is_packed, sums, "y" in grad.gives)
             slots = ("y", "r0", "r1", "b0", "b1")
-            node = code.call(passes.hidden_grads, *args, over=self._places(one))
-        found = zip(slots, code.items(node, len(slots)), strict=True)
-        return {slot: part for slot, part in found if slot in {*one.gives, *one.sums}}
+            node = code.call(passes.hidden_grads, *args, over=self._places(grad))
+        nodes = zip(slots, code.items(node, len(slots)), strict=True)
+        return {slot: part for slot, part in nodes if slot in {*grad.gives, *grad.sums}}
 
-    def _places(self, one: Gradient) -> dict[str, tuple[Node, ...]]:
+    def _places(self, grad: Gradient) -> dict[str, tuple[Node, ...]]:
         """Return the tensors that h, dz and du may be written over, the best first."""
         if self.is_packed:
             wishes = {"y": ("dy",), "r0": ("r0",)}
-        elif "r1" in one.gives:
+        elif "r1" in grad.gives:
             wishes = {"y": ("dy", "r1", "r0"), "r1": ("dy", "r1"), "r0": ("r0", "r1")}
         else:
             wishes = {"y": ("r0", "dy"), "r0": ("dy", "r0")}
-        nodes = dict(one.reads)
-        if one.weight is None:
-            nodes["dy"] = one.dy
+        nodes = dict(grad.reads)
+        if grad.weight is None:
+            nodes["dy"] = grad.dy
         keys = {"y": "h", "r1": "du", "r0": "dz"}
         return {
             keys[slot]: tuple([nodes[name] for name in names if name in nodes])
             for slot, names in wishes.items()
-            if slot in one.gives
+            if slot in grad.gives
         }
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
@@ -239,15 +257,16 @@ class Dropout(Op):
         seed = code.call(operator.getitem, params[0], self.seed)
         return [code.call(eager.replayed, reads[0], self.p, seed, code.row)]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""
-        (dx,) = self.forward(code, [one.dy], [one.reads["p0"]])
-        total, known = code.dtype_of(one.total), code.dtype_of(one.dy)
+        (dx,) = self.forward(code, [grad.dy], [grad.reads["p0"]])
+        total = code.dtype_of(grad.total)
+        known = code.dtype_of(grad.dy)
         dx.meta["dtype"] = known
-        if one.total is None:
+        if grad.total is None:
             return {"r0": dx}
-        both = None if None in (total, known) else torch.promote_types(total, known)
-        return {"r0": code.call(passes.summed, one.total, dx, dtype=both)}
+        of_sum = None if None in (total, known) else torch.promote_types(total, known)
+        return {"r0": code.call(passes.summed, grad.total, dx, dtype=of_sum)}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return dropout(x) in torch's ops."""

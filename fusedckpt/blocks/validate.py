@@ -24,50 +24,52 @@ CASTS = ("torch", "llama", "gemma")
 HALF = (torch.bfloat16, torch.float16)
 
 
-def activation(name: str, given: Any) -> str:
+def activation(name: str, value: Any) -> str:
     """Return the table's name of an activation given by any of its names."""
-    if given is None:
+    if value is None:
         return "identity"
-    if not isinstance(given, str) or given not in CANONICAL:
+    if not isinstance(value, str) or value not in CANONICAL:
         # the error names one spelling of each
-        choice(name, "activation", given, ACTIVATIONS)
-    return CANONICAL[given]
+        choice(name, "activation", value, ACTIVATIONS)
+    return CANONICAL[value]
 
 
 def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> None:
     """Refuse all but floating-point tensors on one device; None where a key ends in "?" alone."""
-    device, owner = None, ""
-    for key, given in zip(keys, metas, strict=True):
-        if given is None:
+    device = None
+    owner = ""
+    for key, meta in zip(keys, metas, strict=True):
+        if meta is None:
             if not key.endswith("?"):
                 arguments.wrong_type(name, key, "a tensor", None)
             continue
         key = key.rstrip("?")
-        if given.dtype not in DTYPES:
-            raise TypeError(f"{name}: {key} must be floating point, got {given.dtype}")
+        if meta.dtype not in DTYPES:
+            raise TypeError(f"{name}: {key} must be floating point, got {meta.dtype}")
         if device is None:
-            device, owner = given.device, key
-        elif given.device != device:
+            device = meta.device
+            owner = key
+        elif meta.device != device:
             raise ValueError(
-                f"{name}: {key} must be on the device of {owner}, {device}, got {given.device}"
+                f"{name}: {key} must be on the device of {owner}, {device}, got {meta.device}"
             )
 
 
-def dense(name: str, given: dict[str, Any]) -> bool:
+def dense(name: str, by_name: dict[str, Any]) -> bool:
     """Refuse tensors that no call could take; return whether ours can take all."""
-    is_taken = dispatch.takes_all(name, given)
-    found = {key: t for key, t in given.items() if dispatch.is_plain(type(t))}
-    metas = [Meta(t.shape, t.dtype, t.device) for t in found.values()]
-    tensors(name, list(found), metas)
+    is_taken = dispatch.takes_all(name, by_name)
+    plain = {key: t for key, t in by_name.items() if dispatch.is_plain(type(t))}
+    metas = [Meta(t.shape, t.dtype, t.device) for t in plain.values()]
+    tensors(name, list(plain), metas)
     return is_taken
 
 
 def fits(
-    name: str, key: str, given: Any, *shape: Any, must: str = "must be", beside: str = ""
+    name: str, key: str, meta: Any, *shape: Any, must: str = "must be", beside: str = ""
 ) -> None:
     """Refuse a tensor of another shape; None is absent. beside: what the shape follows from."""
-    if given is not None and tuple(given.shape) != shape:
-        raise ValueError(f"{name}: {key} {must} {listed(shape)}, got {list(given.shape)}{beside}")
+    if meta is not None and tuple(meta.shape) != shape:
+        raise ValueError(f"{name}: {key} {must} {listed(shape)}, got {list(meta.shape)}{beside}")
 
 
 def listed(shape: Iterable[Any]) -> str:
@@ -75,36 +77,36 @@ def listed(shape: Iterable[Any]) -> str:
     return f"[{', '.join(map(str, shape))}]"
 
 
-def integers(name: str, key: str, given: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
+def integers(name: str, key: str, meta: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
     """Refuse all but a tensor of integers on the device of x."""
-    if given is None:
+    if meta is None:
         arguments.wrong_type(name, key, "a tensor", None)
-    if given.dtype not in dtypes:
+    if meta.dtype not in dtypes:
         known = " or ".join([str(dtype).removeprefix("torch.") for dtype in dtypes])
-        raise TypeError(f"{name}: {key} must be {known}, got {given.dtype}")
-    if given.device != x.device:
-        raise ValueError(
-            f"{name}: {key} must be on the device of x, {x.device}, got {given.device}"
-        )
+        raise TypeError(f"{name}: {key} must be {known}, got {meta.dtype}")
+    if meta.device != x.device:
+        raise ValueError(f"{name}: {key} must be on the device of x, {x.device}, got {meta.device}")
 
 
-def tensor(name: str, key: str, given: Any) -> None:
+def tensor(name: str, key: str, value: Any) -> None:
     """Refuse a value that is no tensor, such as None."""
-    if not isinstance(given, (Tensor, Proxy)):
-        arguments.wrong_type(name, key, "a tensor", given)
+    if not isinstance(value, (Tensor, Proxy)):
+        arguments.wrong_type(name, key, "a tensor", value)
 
 
 def linears(
-    name: str, x: Meta, given: Mapping[str, Parts], last: str | None, halves: int, adds: bool
+    name: str, x: Meta, by_name: Mapping[str, Parts], last: str | None, halves: int, adds: bool
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
     last: the weight that reads the hidden layer, to whose result x is added; halves: in how many
     parts the first weight's rows are.
     """
-    shape, read, weight = x.shape, "x", x.shape
+    shape = x.shape
+    read = "x"
+    weight = x.shape
     rows: dict[str, int] = {}
-    for key, parts in given.items():
+    for key, parts in by_name.items():
         weight = parts.weight.shape
         if key == last:
             features = next(iter(rows.values()))
@@ -118,7 +120,8 @@ def linears(
                     f"{name}: a packed gate_weight must have an even number of rows, 2 F, got "
                     f"{features}"
                 )
-            shape, read = (*shape[:-1], features // halves), "h"
+            shape = (*shape[:-1], features // halves)
+            read = "h"
         if len(weight) != 2 or not shape:
             problem = f"{read} must have at least one dimension and {key} two"
         elif shape[-1] != weight[1]:
@@ -134,9 +137,9 @@ def linears(
         )
 
 
-def dtypes(name: str, context: Context, dtype: torch.dtype, given: Mapping[str, Any]) -> None:
+def dtypes(name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str, Any]) -> None:
     """Refuse tensors that GEMMs in a dtype do not take; autocast casts all but float64."""
-    for key, value in given.items():
+    for key, value in by_name.items():
         if value is None or value.dtype == dtype:
             continue
         if context.autocast is None or torch.float64 in (value.dtype, dtype):
@@ -145,12 +148,14 @@ def dtypes(name: str, context: Context, dtype: torch.dtype, given: Mapping[str, 
             )
 
 
-def multiplied(name: str, context: Context, dtype: torch.dtype, given: Mapping[str, Parts]) -> None:
+def multiplied(
+    name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str, Parts]
+) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
-    for key, parts in given.items():
+    for key, parts in by_name.items():
         weight = None if parts.is_quantised else parts.weight
         dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
-    for key, parts in given.items():
+    for key, parts in by_name.items():
         n, k = parts.weight.shape
         for a, b in parts.adapters:
             fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
@@ -174,22 +179,22 @@ def runs(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
         )
 
 
-def normalized_shape(name: str, given: Any) -> tuple[int, ...]:
+def normalized_shape(name: str, shape: Any) -> tuple[int, ...]:
     """Return a size, or several, as a tuple."""
-    sizes = given
-    if isinstance(given, (int, torch.SymInt)):
-        sizes = (given,)
-    elif not isinstance(given, (tuple, list)):
-        sizes = (given,) if getattr(given, "shape", None) == () else _listed(given)
+    sizes = shape
+    if isinstance(shape, (int, torch.SymInt)):
+        sizes = (shape,)
+    elif not isinstance(shape, (tuple, list)):
+        sizes = (shape,) if getattr(shape, "shape", None) == () else _listed(shape)
         if sizes is None:
-            arguments.wrong_type(name, "normalized_shape", "an integer or several", given)
+            arguments.wrong_type(name, "normalized_shape", "an integer or several", shape)
     if not sizes:
-        arguments.wrong_value(name, "normalized_shape", "an integer or several", given)
+        arguments.wrong_value(name, "normalized_shape", "an integer or several", shape)
     return tuple([integer(name, "normalized_shape", size) for size in sizes])
 
 
-def _listed(given: Any) -> list[Any] | None:
-    return list(given) if isinstance(given, Iterable) else None
+def _listed(value: Any) -> list[Any] | None:
+    return list(value) if isinstance(value, Iterable) else None
 
 
 def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
@@ -218,16 +223,16 @@ def norm(
         raise ValueError(
             f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
         )
-    given = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
-    for key, value in given.items():
+    by_name = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
+    for key, value in by_name.items():
         fits(name, key, value, *shape)
-    found = {value.dtype for value in given.values() if value is not None}
+    param_dtypes = {value.dtype for value in by_name.values() if value is not None}
     # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
-    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and found == {torch.float32}
+    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and param_dtypes == {torch.float32}
     widens = widens_norm(context.autocast, x.device, "layer")
-    is_cast = widens and torch.float64 not in (x.dtype, *found)
+    is_cast = widens and torch.float64 not in (x.dtype, *param_dtypes)
     if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
-        dtypes(name, context._replace(autocast=None), x.dtype, given)
+        dtypes(name, context._replace(autocast=None), x.dtype, by_name)
     return output_dtype(spec, x, spec.weight, context.autocast)
 
 
@@ -251,10 +256,10 @@ def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[A
     return weights, biases
 
 
-def several(name: str, key: str, given: Any) -> list[Any]:
+def several(name: str, key: str, value: Any) -> list[Any]:
     """Return a sequence of tensors as a list."""
     # a tensor's rows are not meant
-    found = None if isinstance(given, (Tensor, str, Mapping)) else _listed(given)
-    if found is None:
-        arguments.wrong_type(name, key, "a list of tensors", given)
-    return found
+    items = None if isinstance(value, (Tensor, str, Mapping)) else _listed(value)
+    if items is None:
+        arguments.wrong_type(name, key, "a list of tensors", value)
+    return items

@@ -19,19 +19,20 @@ Flags = tuple[bool, ...]
 
 
 class Schedule(NamedTuple):
-    """A function of the number of the first row, and of the tensors that `given` lists.
+    """A function of the number of the first row, and of the tensors that `given` lists."""
 
-    given: pairs of a kind and a name or number: "value", "param", "dy", "home" (room where rows of
-    a result belong), "sum" (the gradient of a parameter so far); results: names of values, or
-    whether each gradient exists; gemms: the number of the weight of every GEMM; flows: the values
-    that lead to a wanted gradient.
-    """
-
+    # the compiled function
     run: Callable[..., tuple[Any, ...]]
+    # the calls, in order
     graph: Graph
+    # pairs of a kind and a name or number: "value", "param", "dy", "home" (room where rows of a
+    # result belong), "sum" (the gradient of a parameter so far)
     given: tuple[tuple[str, Any], ...]
+    # names of values, or whether each gradient exists
     results: tuple[Any, ...]
+    # the number of the weight of every GEMM
     gemms: tuple[int, ...]
+    # the values that lead to a wanted gradient
     flows: frozenset[str] = frozenset()
 
     def names(self, kind: str) -> tuple[Any, ...]:
@@ -50,7 +51,9 @@ class Writer:
     """
 
     def __init__(self, program: Program, chunked: bool):
-        self.program, self.chunked, self.graph = program, chunked, Graph()
+        self.program = program
+        self.chunked = chunked
+        self.graph = Graph()
         self.row = self._last = self.graph.placeholder("row")
         # nodes of given tensors, by kind and name, and of values
         self.inputs: dict[tuple[str, Any], Node] = {}
@@ -173,7 +176,8 @@ class Writer:
         code = self.graph.python_code("self")
         scope = dict(code.globals)
         exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
-        run, gemms = MethodType(scope["forward"], self.graph), tuple(self.gemms)
+        run = MethodType(scope["forward"], self.graph)
+        gemms = tuple(self.gemms)
         return Schedule(run, self.graph, tuple(self.inputs), tuple(results), gemms, **more)
 
 

@@ -27,8 +27,8 @@ class _Coded(torch.autograd.Function):
         """Return act(x); save two bits an element."""
         rows = as_matrix(x.detach())
         ctx.how = activation, "aten" if dispatch.is_aten(x.device, x.dtype, *x.shape) else "triton"
-        y, found = codes.coded_act(rows.contiguous(), *ctx.how)
-        ctx.save_for_backward(found)
+        y, codes_of_z = codes.coded_act(rows.contiguous(), *ctx.how)
+        ctx.save_for_backward(codes_of_z)
         return y.view(x.shape)
 
     @staticmethod
@@ -39,12 +39,13 @@ class _Coded(torch.autograd.Function):
                 "fusedckpt: create_graph=True needs a derivative that can be differentiated again, "
                 "and an approximate one cannot"
             )
-        (found,), (activation, kernel) = ctx.saved_tensors, ctx.how
+        (codes_of_z,) = ctx.saved_tensors
+        (activation, kernel) = ctx.how
 
         def gradients(dys: Sequence[Any]) -> list[Any]:
             (dy,) = dys
             rows = as_matrix(dy)
-            return [codes.coded_grad(rows, found, activation, kernel).view(dy.shape)]
+            return [codes.coded_grad(rows, codes_of_z, activation, kernel).view(dy.shape)]
 
         is_batched = not torch.compiler.is_compiling() and is_batch((dy,))
         (dx,) = one_by_one(gradients, (dy,)) if is_batched else gradients((dy,))

@@ -99,24 +99,31 @@ class _Block(nn.Module):
         dropout: float = 0.0,
         output_dropout: float = 0.0,
     ):
-        name, out = type(self).__name__, in_features if out_features is None else out_features
+        name = type(self).__name__
+        out = in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
         arguments.linear_sizes(name, sizes | {"out_features": out}, bias, device, dtype)
         arguments.block_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
-        given = {"default": save, "chunks": chunks, **drops}
-        activation, _ = Options(name, name, self.linears, activation, **given).check(None)
+        options = {"default": save, "chunks": chunks, **drops}
+        activation, _ = Options(name, name, self.linears, activation, **options).check(None)
         super().__init__()
         self.norm = norm
-        self.activation, self.residual, self.save, self.chunks = activation, residual, save, chunks
-        self.dropout, self.output_dropout = dropout, output_dropout
+        self.activation = activation
+        self.residual = residual
+        self.save = save
+        self.chunks = chunks
+        self.dropout = dropout
+        self.output_dropout = output_dropout
         for child in self.names[:-1]:
             self.add_module(child, nn.Linear(in_features, hidden_features, bias, device, dtype))
         self.add_module(self.names[-1], nn.Linear(hidden_features, out, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        norm, modules, is_dropping = self.norm, self._modules, self.training
+        norm = self.norm
+        modules = self._modules
+        is_dropping = self.training
         linears: list[Any] = list(map(modules.__getitem__, self.names))
         options = Options(
             self.function,
@@ -132,10 +139,12 @@ class _Block(nn.Module):
         )
         if self._fusedckpt_sharding is not None:
             return self._on_shards(options, input, linears, self._fusedckpt_sharding)
-        are_linears, is_norm = _are("l", *linears), norm is None or _are("n", norm)
+        are_linears = _are("l", *linears)
+        is_norm = norm is None or _are("n", norm)
         pairs = [(linear.weight, linear.bias) for linear in linears] if are_linears else []
         if are_linears and is_norm:
-            whole, tensors = options, ()
+            whole = options
+            tensors = ()
             if norm is not None:
                 bare, kinds, tensors = split(spec_of(norm))
                 over: Any = norm.normalized_shape
@@ -144,7 +153,8 @@ class _Block(nn.Module):
             if y is not None:
                 return y
         options.check(levels.override.level)
-        n, y = input if norm is None else norm(input), None
+        n = input if norm is None else norm(input)
+        y = None
         if are_linears and not is_norm:
             y = run_linears(options._replace(residual=False), n, (), pairs)
         if y is None:
@@ -162,7 +172,8 @@ class _Block(nn.Module):
         """Run the block on this rank's shards of its weights, the norm on its rows of the input."""
         sharded.check_input(type(self).__name__, input, sharding)
         options.check(levels.override.level)
-        residual, output_dropout = options.residual, options.output_dropout
+        residual = options.residual
+        output_dropout = options.output_dropout
         # of the sum over ranks
         options = options._replace(residual=False, output_dropout=0.0, is_module=False)
         n = input if self.norm is None else self.norm(sharded.as_norms_take(input, sharding))
@@ -188,10 +199,12 @@ class _Block(nn.Module):
 
     def extra_repr(self) -> str:
         """Describe the settings that no child shows."""
-        found = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
+        settings = [f"{key}={getattr(self, key)}" for key in ("activation", "residual", "save")]
         extras = {"chunks": None, "dropout": 0.0, "output_dropout": 0.0}
-        found += [f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off]
-        return ", ".join(found)
+        settings += [
+            f"{k}={getattr(self, k)}" for k, off in extras.items() if getattr(self, k) != off
+        ]
+        return ", ".join(settings)
 
 
 class MLP(_Block):
@@ -211,7 +224,9 @@ class MLP(_Block):
     Children are `fc1`, `fc2` and, where given, `norm`.
     """
 
-    function, linears, names = "mlp", Linears(PLAIN), ("fc1", "fc2")
+    function = "mlp"
+    linears = Linears(PLAIN)
+    names = ("fc1", "fc2")
     save_levels = LEVELS["mlp"]
 
 
@@ -225,7 +240,8 @@ class GatedMLP(_Block):
     `norm`.
     """
 
-    function, linears = "gated_mlp", Linears(GATED)
+    function = "gated_mlp"
+    linears = Linears(GATED)
     names = ("gate_proj", "up_proj", "down_proj")
     save_levels = LEVELS["gated_mlp"]
 
@@ -247,7 +263,13 @@ class GatedMLP(_Block):
         output_dropout: float = 0.0,
     ):
         super().__init__(
-            *(in_features, hidden_features, out_features, activation, bias, device, dtype),
+            in_features,
+            hidden_features,
+            out_features,
+            activation,
+            bias,
+            device,
+            dtype,
             norm=norm,
             residual=residual,
             save=save,
@@ -283,7 +305,8 @@ class NormLinear(nn.Module):
         norm: Any = self.norm
         linears: list[Any] = list(self.linears)
         if _are("n", norm) and _are("l", *linears):
-            pairs, over = [(m.weight, m.bias) for m in linears], norm.normalized_shape
+            pairs = [(m.weight, m.bias) for m in linears]
+            over = norm.normalized_shape
             ys = run_projections("NormLinear", input, spec_of(norm), pairs, over)
             if ys is not None:
                 return ys

@@ -112,12 +112,15 @@ class Experts(nn.Module):
         save: str = "inputs",
         chunks: int | None = None,
     ):
-        name, sizes = type(self).__name__, {"num_experts": num_experts}
+        name = type(self).__name__
+        sizes = {"num_experts": num_experts}
         sizes |= {"in_features": in_features, "hidden_features": hidden_features}
         arguments.linear_sizes(name, sizes, bias, device, dtype)
         self._options(activation, save, chunks).check(None)
         super().__init__()
-        self.activation, self.save, self.chunks = activation, save, chunks
+        self.activation = activation
+        self.save = save
+        self.chunks = chunks
         shapes = {
             "gate_up_proj": (num_experts, 2 * hidden_features, in_features),
             "down_proj": (num_experts, in_features, hidden_features),
@@ -125,8 +128,10 @@ class Experts(nn.Module):
         for key, shape in shapes.items():
             weight = torch.empty(shape, device=device, dtype=dtype)
             self.register_parameter(key, nn.Parameter(weight))
-            own = nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
-            self.register_parameter(f"{key}_bias", own)
+            bias_of_weight = (
+                nn.Parameter(torch.empty(shape[:2], device=device, dtype=dtype)) if bias else None
+            )
+            self.register_parameter(f"{key}_bias", bias_of_weight)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -149,13 +154,14 @@ class Experts(nn.Module):
     def forward(self, input: Tensor, index: Tensor, scores: Tensor) -> Tensor:
         """Map [..., D] to [..., D] by the experts `index` [..., K], weighted by `scores`."""
         options = self._options(self.activation, self.save, self.chunks)
-        given, pairs = (index, scores), self._pairs()
-        y = run_linears(options, input, given, pairs)
-        return options.reference(input, given, pairs) if y is None else y
+        routing = (index, scores)
+        pairs = self._pairs()
+        y = run_linears(options, input, routing, pairs)
+        return options.reference(input, routing, pairs) if y is None else y
 
     def extra_repr(self) -> str:
         """Describe the sizes and settings."""
         (first, _), (down, _) = self._pairs()
-        found = [f"{first.shape[0]}, {first.shape[2]}, {down.shape[2]}"]
-        found += [f"{key}={getattr(self, key)}" for key in ("activation", "save")]
-        return ", ".join([*found, *([] if self.chunks is None else [f"chunks={self.chunks}"])])
+        settings = [f"{first.shape[0]}, {first.shape[2]}, {down.shape[2]}"]
+        settings += [f"{key}={getattr(self, key)}" for key in ("activation", "save")]
+        return ", ".join([*settings, *([] if self.chunks is None else [f"chunks={self.chunks}"])])

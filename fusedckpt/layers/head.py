@@ -165,7 +165,8 @@ def _check_range(options: HeadOptions, target: Tensor, weight: Any) -> None:
     """Refuse targets that are no classes; on another device than a CPU without waiting for it."""
     while isinstance(weight, LoRA):
         weight = weight.weight
-    classes, ignored = weight.shape[0], options.rule.ignore_index
+    classes = weight.shape[0]
+    ignored = options.rule.ignore_index
     counted = target != ignored
     if target.device.type != "cpu":
         # a gather asserts on the device
@@ -200,7 +201,8 @@ class LinearCrossEntropy(nn.Linear):
         dtype: torch.dtype | None = None,
         **options: Any,
     ):
-        name, known = type(self).__name__, list(signature(self.function).parameters)[4:]
+        name = type(self).__name__
+        known = list(signature(self.function).parameters)[4:]
         for key in options:
             arguments.choice(name, "options", key, known)
         sizes = {"in_features": in_features, "out_features": out_features}

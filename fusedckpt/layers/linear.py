@@ -55,7 +55,7 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     name = "linear_act"
-    options = Options(*(name, name, _LINEARS, activation), save=save, kernel=kernel)
+    options = Options(name, name, _LINEARS, activation, save=save, kernel=kernel)
     return run_linears(options, x, (), [(weight, bias)])
 
 
@@ -139,7 +139,10 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
         options = Options(
-            *("Linear", "Linear", _LINEARS, self.activation),
+            name="Linear",
+            caller="Linear",
+            linears=_LINEARS,
+            activation=self.activation,
             default=self.save,
             is_module=True,
         )

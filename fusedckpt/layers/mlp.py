@@ -20,7 +20,8 @@ from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import Options, split
 
-MLP_LEVELS, GATED_LEVELS = programs.LEVELS["mlp"], programs.LEVELS["gated_mlp"]
+MLP_LEVELS = programs.LEVELS["mlp"]
+GATED_LEVELS = programs.LEVELS["gated_mlp"]
 
 
 def mlp(
@@ -73,7 +74,12 @@ def mlp(
     """
     bare, kinds, tensors = split(norm)
     options = Options(
-        *("mlp", "mlp", Linears(PLAIN), activation, bare, kinds),
+        name="mlp",
+        caller="mlp",
+        linears=Linears(PLAIN),
+        activation=activation,
+        norm=bare,
+        kinds=kinds,
         residual=residual,
         save=save,
         chunks=chunks,
@@ -127,7 +133,12 @@ def gated_mlp(
     up = [] if up_weight is None else [(up_weight, up_bias)]
     bare, kinds, tensors = split(norm)
     options = Options(
-        *("gated_mlp", "gated_mlp", Linears(GATED if up else PACKED), activation, bare, kinds),
+        name="gated_mlp",
+        caller="gated_mlp",
+        linears=Linears(GATED if up else PACKED),
+        activation=activation,
+        norm=bare,
+        kinds=kinds,
         residual=residual,
         save=save,
         chunks=chunks,

@@ -42,7 +42,8 @@ class _MSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, drstd: Tensor | None) -> Any:  # type: ignore[override]
         y, rstd = ctx.saved_tensors
-        row, dx = y.to(rstd.dtype), None
+        row = y.to(rstd.dtype)
+        dx = None
         if dy is not None:
             wide = dy.to(rstd.dtype)
             dx = wide - row * (row * wide).mean(-1, keepdim=True)
@@ -54,11 +55,11 @@ class _MSNorm(torch.autograd.Function):
         return None if dx is None else dx.to(y.dtype), None, None
 
 
-def _width(name: str, given: Any, eps: Any = None) -> int:
+def _width(name: str, shape: Any, eps: Any = None) -> int:
     """Return the one size of normalized_shape; refuse more, and an invalid eps."""
     if eps is not None:
         arguments.number(name, "eps", eps, 0)
-    shape = validate.normalized_shape(name, given)
+    shape = validate.normalized_shape(name, shape)
     if len(shape) != 1:
         raise ValueError(f"{name}: normalized_shape must be one size, got {list(shape)}")
     return shape[0]
@@ -66,7 +67,9 @@ def _width(name: str, given: Any, eps: Any = None) -> int:
 
 def _normalised(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
     """Return the norm of x."""
-    name, shape, eps = type(norm).__name__, norm.normalized_shape, norm.eps
+    name = type(norm).__name__
+    shape = norm.normalized_shape
+    eps = norm.eps
     validate.tensor(name, "x", x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: x must be floating point, got {x.dtype}")
@@ -167,12 +170,15 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
     if norm.weight is None:
         raise ValueError(f"{name}: norm has no weight to merge")
     arguments.modules(name, "linears", linears)
-    for i, one in enumerate(linears):
-        if type(one).forward is not nn.Linear.forward:
-            arguments.wrong_type(name, f"linears[{i}]", "an nn.Linear", one)
-        if one.in_features != width:
-            raise ValueError(f"{name}: linears[{i}] must have {width} in_features, got {one}")
-        if not dispatch.are_plain(*one._parameters.values()) or "weight" not in one._parameters:
+    for i, linear in enumerate(linears):
+        if type(linear).forward is not nn.Linear.forward:
+            arguments.wrong_type(name, f"linears[{i}]", "an nn.Linear", linear)
+        if linear.in_features != width:
+            raise ValueError(f"{name}: linears[{i}] must have {width} in_features, got {linear}")
+        if (
+            not dispatch.are_plain(*linear._parameters.values())
+            or "weight" not in linear._parameters
+        ):
             raise ValueError(f"{name}: linears[{i}] must have a dense weight of its own")
     scale = norm.weight.detach().double() + getattr(norm, "offset", 0.0)
     bias = getattr(norm, "bias", None)

@@ -24,7 +24,9 @@ Shape = int | Sequence[int]
 
 def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
     """Run the Function for a call, or its eager reference."""
-    shape, call, phase = options.normalized_shape, None, None
+    shape = options.normalized_shape
+    call = None
+    phase = None
     if options.name.startswith("add"):
         validate.tensor(options.name, "residual", residual)
     if isinstance(shape, tuple) and bool in map(type, shape):
@@ -195,7 +197,10 @@ class RMSNorm(nn.RMSNorm):
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes it
         weight = self.weight
-        shape, eps, offset, cast = self.normalized_shape, self.eps, self.offset, self.cast
+        shape = self.normalized_shape
+        eps = self.eps
+        offset = self.offset
+        cast = self.cast
         options = NormOptions("rms_norm", "rms", shape, eps, offset, cast, is_module=True)
         return _called(self, options, x, weight, bias=None)
 
@@ -233,8 +238,10 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
         # once: a parametrization computes them
-        weight, bias = self.weight, self.bias
-        shape, eps = self.normalized_shape, self.eps
+        weight = self.weight
+        bias = self.bias
+        shape = self.normalized_shape
+        eps = self.eps
         options = NormOptions("layer_norm", "layer", shape, eps, is_module=True)
         return _called(self, options, input, weight, bias=bias)
 

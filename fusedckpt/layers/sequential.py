@@ -64,7 +64,8 @@ class Sequential(nn.Sequential):
         validate.block("Sequential", False, chunks)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
-        self.save, self.chunks = save, chunks
+        self.save = save
+        self.chunks = chunks
 
     @property
     def save_levels(self) -> tuple[str, ...] | None:
@@ -85,10 +86,11 @@ class Sequential(nn.Sequential):
         return f"fusedckpt.{super()._get_name()}"
 
     def __getitem__(self, idx: slice | int) -> Any:
-        found = super().__getitem__(idx)
+        part = super().__getitem__(idx)
         if isinstance(idx, slice):
-            found.save, found.chunks = self.save, self.chunks  # type: ignore[assignment]  # of this class
-        return found
+            part.save = self.save  # type: ignore[assignment]  # of this class
+            part.chunks = self.chunks  # type: ignore[assignment]  # of this class
+        return part
 
     def forward(self, input: Tensor) -> Tensor:
         """Pass the input through all layers."""
@@ -155,14 +157,16 @@ def _is_border_in(child: str, block: Iterable[str]) -> bool:
 
 def _cut(layers: dict[str, Any]) -> list[LayerRun]:
     """Cut layers into runs."""
-    names, letters = list(layers), "".join(map(letter_of, layers.values()))
+    names = list(layers)
+    letters = "".join(map(letter_of, layers.values()))
     # a block skips identities
     places = [place for place, letter in enumerate(letters) if letter != "i"]
     bare = letters.replace("i", "")
     layer_runs: list[LayerRun] = []
     at = start = 0
     while start < len(names):
-        kind, end = "layer", start + 1
+        kind = "layer"
+        end = start + 1
         if at < len(places) and start == places[at]:
             kind, length = _block_at(bare, at)
             at += length
@@ -201,7 +205,9 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
     by_letter: dict[str, list[Any]] = {}
     for layer in layers:
         by_letter.setdefault(letter_of(layer), []).append(layer)
-    linears, norms, acts = by_letter["l"], by_letter.get("n"), by_letter.get("a")
+    linears = by_letter["l"]
+    norms = by_letter.get("n")
+    acts = by_letter.get("a")
     dropout, output_dropout = _rates(layers)
     norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
     options = Options(
@@ -223,7 +229,8 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
 
 def _rates(layers: list[Any]) -> tuple[float, float]:
     """Return the probabilities of the dropouts before and after the last linear, as set now."""
-    before, after = 0.0, 0.0
+    before = 0.0
+    after = 0.0
     for place, layer in enumerate(layers):
         if isinstance(layer, nn.Dropout) and layer.training:
             is_last = not any(isinstance(m, nn.Linear) for m in layers[place:])

@@ -175,8 +175,10 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     One collective gathers x if its rows are sharded, and one reduces the output; backward has their
     duals. The block saves this rank's rows of x if x or the output is sharded, else x.
     """
-    tensors, mesh = library(), sharding.mesh
-    made, source = made_from(x), getattr(x.grad_fn, "source", None)
+    tensors = library()
+    mesh = sharding.mesh
+    made = made_from(x)
+    source = getattr(x.grad_fn, "source", None)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -212,7 +214,9 @@ class _Rows:
     """How rows are sharded over ranks."""
 
     def __init__(self, mesh: DeviceMesh, dim: int, shape: Sequence[int]):
-        self.mesh, self.dim, self.shape = mesh, dim, shape
+        self.mesh = mesh
+        self.dim = dim
+        self.shape = shape
         # all rows of the block's input, gathered by a backward and not yet read
         self.ahead: Tensor | None = None
 
@@ -285,7 +289,8 @@ class _SumOfRows(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None) -> Any:  # type: ignore[override]
         if dy is None:
             return None, None, None
-        (rows_of_x,), rows = ctx.saved_tensors, ctx.rows
+        (rows_of_x,) = ctx.saved_tensors
+        rows = ctx.rows
         dy, rows.ahead = rows.gathered(dy, rows_of_x.detach())
         at_end_of_backward(rows.forget)
         return dy, None, None
