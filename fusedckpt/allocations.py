@@ -60,7 +60,7 @@ def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Profi
             with profiler:
                 fn()
     kineto: Any = profiler.profiler.kineto_results  # type: ignore[union-attr]  # set while profiling
-    events = list(_flat(kineto.experimental_event_tree()))
+    events = _flat(kineto.experimental_event_tree())
     changes = _in_step(kineto.events(), history, device) if history else None
     if changes is None:
         fields = [(x.start_time_ns, x.extra_fields) for x in events if x.name == _MEMORY]
@@ -73,10 +73,14 @@ def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Profi
     return Profile([event for event in events if event.name != _MEMORY], list(_blocks(changes)))
 
 
-def _flat(events: Iterable[Any]) -> Iterator[Any]:
-    for event in events:
-        yield event
-        yield from _flat(event.children)
+def _flat(events: Sequence[Any]) -> list[Any]:
+    """Return events of a tree, each before those within it."""
+    flat, waiting = [], [*reversed(events)]
+    while waiting:
+        event = waiting.pop()
+        flat.append(event)
+        waiting += reversed(event.children)
+    return flat
 
 
 def _in_step(
