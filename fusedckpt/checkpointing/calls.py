@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
-from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.determinism import WatchedRun
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -324,7 +324,7 @@ class Trace:
         # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         # the forward's record, where the recompute is compared with it bit by bit
-        self.watch: Run | None = None
+        self.watch: WatchedRun | None = None
         # places of the outputs that were saved behind all other tensors
         self.outputs: list[int] = []
         # of regions: their calls, and the places of saved tensors that no recompute brings back

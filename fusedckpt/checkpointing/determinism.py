@@ -1,12 +1,19 @@
-"""The debug mode of a checkpoint: does the recompute give, bit for bit, the forward's outputs?"""
+"""Whether a call does the same when it is made again: the tensors of both runs, compared in order.
+
+Two users. A checkpoint with `debug=True` compares the outputs of all modules inside, bit for bit,
+with copies of the forward's. A plan calls a unit again before it may be recomputed: it compares
+checksums of outputs and saved tensors, see `repeat_check`.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -14,27 +21,132 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree, uncompiled
 
+# devices whose tensors are noted by checksums of their bits, those of others by copies
+CHECKSUMMED = ("cpu",)
+# by so many eps of the largest value two results may differ where atomics add in any order
+_ROUNDING = 64
 
-class Run(TorchDispatchMode):
-    """The record of a forward: its operations, and the outputs of every module and of the segment.
 
-    Given that one, a recompute: it notes the first difference instead.
+class Checksum(NamedTuple):
+    """The shape and dtype of a tensor, and a checksum of its bits."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    crc: int
+
+
+# what is known of a tensor of an earlier run: all of it, or a checksum
+Note = Tensor | Checksum
+
+
+def note_of(tensor: Tensor) -> Note:
+    """Return a checksum of a tensor on a CPU, a copy of another."""
+    if tensor.device.type not in CHECKSUMMED:
+        return tensor.detach().to("cpu", copy=True)
+    bits = tensor.detach().resolve_conj().resolve_neg()
+    bits = torch.view_as_real(bits) if bits.is_complex() else bits
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[bits.element_size()]
+    # a copy in memory that no profiler counts, where it is not contiguous
+    array = np.ascontiguousarray(bits.view(kind).numpy())
+    return Checksum(tensor.shape, tensor.dtype, zlib.crc32(array.data))
+
+
+class Results:
+    """The tensors of a run, by name and in order.
+
+    Given those of an earlier run, it notes the first difference instead. keep: returns what is kept
+    of a tensor. rounds: whether tensors may differ by rounding.
     """
 
-    def __init__(self, fn: Any, forward: Run | None = None):
+    def __init__(
+        self, keep: Callable[[Tensor], Note], before: Results | None = None, rounds: bool = False
+    ):
+        self._keep, self._before, self._rounds = keep, before, rounds
+        self._entries: list[tuple[str, list[Note]]] = []
+        self._expected = iter(before._entries if before is not None else ())
+        self.difference: str | None = None
+
+    def see(self, name: str, tensors: Sequence[Tensor]) -> None:
+        """Note the tensors of a result, or how they differ from those of the earlier run."""
+        if self.difference is None:
+            self.see_notes(name, [self._keep(tensor.detach()) for tensor in tensors])
+
+    def see_notes(self, name: str, notes: list[Note]) -> None:
+        """Note a result of which only notes are left."""
+        if self._before is None:
+            self._entries.append((name, notes))
+            return
+        if self.difference is not None:
+            return
+        expected, before = next(self._expected, ("nothing more", []))
+        if name != expected:
+            self.difference = f"{expected} ran in forward where {name} runs when recomputed"
+        elif by := _difference(before, notes, self._rounds):
+            self.difference = f"the output of {name} in the recompute is not the forward's: {by}"
+
+
+def _difference(before: list[Note], after: list[Note], rounds: bool) -> str | None:
+    was, now = ([(note.dtype, [*note.shape]) for note in notes] for notes in (before, after))
+    if was != now:
+        return f"{was} was, {now} is"
+    for a, b in zip(before, after, strict=True):
+        if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+            if a != b:
+                return "its bits differ"
+        elif not (_is_close(a, b) if rounds else same_bits(a, b)):
+            difference = a.to(torch.complex128) - b.to(torch.complex128)
+            return f"by up to {difference.abs().max().item():.3g}"
+    return None
+
+
+def _is_close(before: Tensor, after: Tensor) -> bool:
+    """Whether tensors of one shape and dtype are equal but for rounding."""
+    atol = 0.0
+    if before.numel() and (before.is_floating_point() or before.is_complex()):
+        largest = before.abs().nan_to_num(0.0, 0.0).max().item()
+        atol = _ROUNDING * torch.finfo(before.dtype).eps * largest
+    return torch.allclose(after, before, rtol=0, atol=atol, equal_nan=True)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one shape and dtype are equal, NaN to itself too."""
+    with disable_current_modes():
+        return torch.equal(_bytes(a), _bytes(b))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, where NaN equals itself."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return dense.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)
+
+
+class WatchedRun(TorchDispatchMode):
+    """The operations of a forward, and copies of the outputs of every module and of the segment.
+
+    Given that of the forward, a recompute: it finds the first difference.
+    """
+
+    def __init__(self, fn: Any, forward: WatchedRun | None = None):
         super().__init__()
         self._forward, self._thread = forward, 0
         module = getattr(fn, "__self__", fn)
         modules = module.named_modules() if isinstance(module, nn.Module) else ()
         self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}
         self._operations: list[str] = []
-        self._outputs: list[tuple[str, list[Tensor]]] = []
-        self._expected = iter(forward._outputs if forward else ())
+        if forward is None:
+            # copies: a later operation may write over an output
+            self._results = Results(Tensor.clone)
+        else:
+            self._results = Results(Tensor.detach, forward._results)
         # last hooks of modules that have hooks, while calls of these modules run
         self._last: list[RemovableHandle] = []
         # regions that run, which the recompute does not run
         self._num_pauses = 0
-        self.difference: str | None = None
+
+    @property
+    def difference(self) -> str | None:
+        """The first difference from the forward."""
+        return self._results.difference
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -89,21 +201,9 @@ class Run(TorchDispatchMode):
 
     def see(self, name: str, output: Any) -> None:
         """Note an output, or how it differs from the forward's."""
-        if self.difference is not None:
-            return
-        tensors = [leaf.detach() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
         with disable_current_modes():
-            if self._forward is None:
-                # copies: a later operation may write over an output
-                self._outputs.append((name, [tensor.clone() for tensor in tensors]))
-                return
-            expected, before = next(self._expected, ("nothing more", []))
-            if name != expected:
-                self.difference = f"{expected} ran in forward where {name} runs when recomputed"
-            elif by := _difference(before, tensors):
-                self.difference = (
-                    f"the output of {name} in the recompute is not the forward's: {by}"
-                )
+            self._results.see(name, tensors)
 
     def listed(self) -> str:
         """Return the operations of the forward and of this recompute."""
@@ -113,26 +213,3 @@ class Run(TorchDispatchMode):
             "Operations executed during recomputation:\n" + "\n".join(self._operations) + "\n\n"
             "You are seeing these because you passed `debug=True` to checkpoint."
         )
-
-
-def _difference(before: list[Tensor], after: list[Tensor]) -> str | None:
-    was, now = ([(t.dtype, [*t.shape]) for t in tensors] for tensors in (before, after))
-    if was != now:
-        return f"{was} was, {now} is"
-    for a, b in zip(before, after, strict=True):
-        if not same_bits(a, b):
-            difference = a.to(torch.complex128) - b.to(torch.complex128)
-            return f"by up to {difference.abs().max().item():.3g}"
-    return None
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are equal, NaN to itself too."""
-    with disable_current_modes():
-        return torch.equal(_bytes(a), _bytes(b))
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, where NaN equals itself."""
-    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
-    return dense.resolve_conj().resolve_neg().reshape(-1).contiguous().view(torch.uint8)

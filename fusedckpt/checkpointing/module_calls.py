@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +95,13 @@ class Buffers:
             elif hasattr(module, "reset_running_stats"):
                 # initialised as ever, but its statistics are yet to begin
                 module.reset_running_stats()  # type: ignore[operator]  # a method
+
+
+def is_state(value: Any) -> TypeGuard[Tensor]:
+    """Whether an attribute of a module is a tensor that calls of the module may write."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_meta or value.is_inference())
 
 
 Watcher = Callable[[nn.Module | None], AbstractContextManager[None]]

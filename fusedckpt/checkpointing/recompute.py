@@ -23,7 +23,7 @@ from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
-from fusedckpt.checkpointing.determinism import Run, same_bits
+from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import Keeper, Record
 from fusedckpt.checkpointing.samples import Pair, sampled
@@ -124,7 +124,7 @@ class Recompute(Keeper):
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
         segment = self._segment
-        self.watch = run = segment.watch and Run(segment.calls[0].fn, segment.watch)
+        self.watch = run = segment.watch and WatchedRun(segment.calls[0].fn, segment.watch)
         self._leaves = calls.Leaves()
         try:
             for call in segment.calls:
@@ -153,7 +153,7 @@ class Recompute(Keeper):
             self.pairs = segment.samples.pairs(self._samples)
             self._samples = {}
 
-    def _run_calls(self, run: Run | None) -> None:
+    def _run_calls(self, run: WatchedRun | None) -> None:
         made: dict[Any, Any] = {}
         for call in self._segment.calls:
             # before anything is entered: an enclosing checkpoint may have to recompute them, which
@@ -181,7 +181,7 @@ class Recompute(Keeper):
             # the next call gets the parts of it that it needs
             del result, args, kwargs
 
-    def _explain(self, error: Exception, run: Run | None) -> None:
+    def _explain(self, error: Exception, run: WatchedRun | None) -> None:
         """Raise a CheckpointError in place of an error that the forward did not have."""
         # running out of memory is an error of another class
         if not self._entered or type(error) not in _OF_SHAPES:
@@ -194,7 +194,7 @@ class Recompute(Keeper):
                 f"{'' if run is None else run.listed()}"
             ) from error
 
-    def _check(self, segment: Trace, run: Run | None) -> None:
+    def _check(self, segment: Trace, run: WatchedRun | None) -> None:
         """Raise where the recompute did not do the same as the forward."""
         problems, count, found = self._problems, len(segment.saved), self._num_saved
         if found <= self._last or (segment.is_complete and not self._stops and found < count):

@@ -34,7 +34,7 @@ from fusedckpt.checkpointing.calls import (
     objects_in,
     storage_of,
 )
-from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.memory import nbytes_of
 
 # a region that would save more than this many times its output is recomputed
@@ -93,7 +93,7 @@ class Keeper(Phase):
     # whether a region that it saves was called
     has_matched = False
     # what a debugging checkpoint compares by
-    watch: Run | None = None
+    watch: WatchedRun | None = None
     # the phase around it, while it runs
     around: Phase | None = None
     # the regions that were called, in the order of their calls

@@ -37,7 +37,7 @@ from fusedckpt.checkpointing.calls import (
     layout_of,
     stale,
 )
-from fusedckpt.checkpointing.determinism import Run
+from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper
@@ -74,7 +74,7 @@ class Segment(Trace, Keeper):
         self.is_complete, self.around = False, (around := phases.current())
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
-        self.watch = run = Run(call.fn) if self.options.debug else None
+        self.watch = run = WatchedRun(call.fn) if self.options.debug else None
         self.calls.append(call)
         if self.options.samples and not may_change(private.top_hooks()):
             self.samples = self.samples or Samples(name_of(call.fn))

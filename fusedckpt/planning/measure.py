@@ -20,10 +20,11 @@ import torch
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
+from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.meter import Meter, Reading, Times, once, roles_at, step_kind
 from fusedckpt.planning.offloading import CopyRates
 from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODUCTS
-from fusedckpt.planning.survey import WRITES, Found
+from fusedckpt.planning.survey import WRITES
 from fusedckpt.reporting.step import Step
 
 # a unit that saves less takes more than that by so much of its forward at least: less is noise
@@ -39,7 +40,9 @@ class Measured(NamedTuple):
     plain: Times | None
 
 
-def measured(step: Step, found: Sequence[Found], selective: bool, rates: CopyRates) -> Measured:
+def measured(
+    step: Step, found: Sequence[SurveyedUnit], selective: bool, rates: CopyRates
+) -> Measured:
     """Measure units; selective: at PRODUCTS, too; rates: of copies that offload inputs."""
     meter = Meter(step, found)
     alone = meter.alone()
@@ -81,7 +84,9 @@ class _Ms(NamedTuple):
 class _Costs:
     """Readings of units at levels, beside the one in which every unit is checkpointed."""
 
-    def __init__(self, meter: Meter, found: Sequence[Found], alone: Reading, device: torch.device):
+    def __init__(
+        self, meter: Meter, found: Sequence[SurveyedUnit], alone: Reading, device: torch.device
+    ):
         self._meter, self._found, self._alone, self.device = meter, found, alone, device
         # by unit and level, the fastest first
         self._readings: list[dict[str, Reading]] = [{} for _ in found]

@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.private import num_nodes, number_of
 from fusedckpt.memory import Mark, Phase, nbytes_of, phases_of, seconds, storage_ref
+from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
-from fusedckpt.planning.survey import Found, graph_of, trimmers_of
+from fusedckpt.planning.survey import graph_of, trimmers_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
@@ -250,7 +251,7 @@ class _Marker:
             node.register_prehook(partial(arrive, i))
 
 
-def roles_at(level: str, unit: Found) -> list[Role]:
+def roles_at(level: str, unit: SurveyedUnit) -> list[Role]:
     """Return the roles of a unit's modules that save a level."""
     return [run_at(level) for _ in unit.members]
 
@@ -258,7 +259,7 @@ def roles_at(level: str, unit: Found) -> list[Role]:
 class Meter:
     """Runs steps of a model with its units in roles."""
 
-    def __init__(self, step: Step, found: Sequence[Found]):
+    def __init__(self, step: Step, found: Sequence[SurveyedUnit]):
         self._step, self._found = step, found
 
     def _alone(self) -> list[list[Role]]:

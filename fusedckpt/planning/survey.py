@@ -14,48 +14,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
-from fusedckpt.autograd.private import function_of, pytree
-from fusedckpt.checkpointing.calls import ATOMS
+from fusedckpt.autograd.private import function_of, pytree, storage_key
+from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.offload import is_movable
+from fusedckpt.checkpointing.repeat_check import NOT_THE_SAME, RepeatCheck
 from fusedckpt.fusing.without_recipes import has_recipes
 from fusedckpt.memory import nbytes_of, storage_ref
-from fusedckpt.planning.repeats import CHANGES, NOT_THE_SAME, Noting, why_not_again
-from fusedckpt.planning.roles import NO_RECIPES, PLAIN, assigned
+from fusedckpt.planning import grouping
+from fusedckpt.planning.changed_arguments import ChangedArguments
+from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
+from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
 from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.containers import nested, trimmer
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-WRITES = "modifies its input"
-# of more units neighbours are joined: time and memory of the solver grow with the square
-MOST_UNITS = 512
-
-
-class Found(NamedTuple):
-    """A unit: a module, and modules beside it that save nothing, such as nn.Flatten."""
-
-    name: str
-    module: nn.Module
-    # why no segment may hold it, or ""
-    fixed: str
-    # whether it gets the output of the unit before
-    joined: bool
-    # the save levels that it offers, from the most that is saved
-    levels: tuple[str, ...]
-    # whether it runs a kernel of attention
-    attends: bool
-    # bytes of its arguments that require grad
-    input: int
-    # bytes of its outputs that require grad
-    output: int
-    # whether its forward saves nothing for backward
-    is_empty: bool
-    # bytes of the weights that autocast casts, and that the forward saves
-    casts: int
-    # its modules by name, in the order in which they run
-    members: tuple[tuple[str, nn.Module], ...]
-    # bytes of its arguments that a segment which starts here can offload
-    movable: int
+WRITES, CHANGES = "modifies its input", "changes its argument"
 
 
 class Survey(NamedTuple):
@@ -65,7 +39,7 @@ class Survey(NamedTuple):
     that the loss reaches.
     """
 
-    units: list[Found]
+    units: list[SurveyedUnit]
     left_out: dict[str, str]
     last: int
     trained: set[Tensor]
@@ -95,6 +69,31 @@ class _Called(NamedTuple):
     movable: dict[StorageWeakRef, int]
 
 
+class _FirstCall(RepeatCheck):
+    """The call of a unit in the survey's forward."""
+
+    # the objects among its arguments
+    objects: ChangedArguments
+
+    def __init__(self, module: nn.Module, options: Options):
+        super().__init__(module, options)
+        # by storage the bytes and the kind of device of the weights that autocast cast
+        self.casts: dict[int, tuple[int, str]] = {}
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Note a tensor that is saved."""
+        if _is_cast(tensor):
+            storage = tensor.untyped_storage()
+            self.casts[storage_key(storage)] = storage.nbytes(), tensor.device.type
+        return super().pack(tensor)
+
+    def why_fixed(self) -> str:
+        """Return why no segment may hold the unit, or ""."""
+        with self.objects.called_again() as changed:
+            why = self.why_not_again(tensors_of)
+        return f"{CHANGES} {changed[0]}" if changed else why
+
+
 class _Visits:
     """The calls of modules in one forward."""
 
@@ -103,7 +102,7 @@ class _Visits:
         self.counts: Counter[str] = Counter()
         self.trimmers: list[Callable[[], None]] = []
         # the last call of each
-        self.segments: dict[str, Noting] = {}
+        self.segments: dict[str, _FirstCall] = {}
         self.takers: Counter[int] = Counter()
         self.calls: dict[str, _Called] = {}
         # the storages of casts of weights, which live as long as autocast's cache
@@ -123,14 +122,15 @@ class _Visits:
         # a segment of several units would hold an object, and the graph of the tensors in it
         returned = [id(x) in leaves and self._is_returned(x) for x in given]
         self.trimmers += trimmers_of(args, kwargs)
-        objects = _objects_in(args, kwargs)
-        states = {key: _state_of(x) for key, x in objects.items()}
         # it keeps nothing: a forward that saves everything may not fit
-        segment = self.segments[name] = Noting(self._model.get_submodule(name))
-        output = segment.finish(segment.add_call(forward, args, kwargs))
+        segment = self.segments[name] = _FirstCall(self._model.get_submodule(name), OPTIONS)
+        segment.objects = ChangedArguments(args, kwargs)
+        output = segment.add_call(forward, args, kwargs)
+        returned_tensors = [*tensors_of([output])]
+        segment.finish(returned_tensors)
+        segment.objects.note()
         writes = versions != [x._version for x in tensors]
-        segment.changed = {k: x for k, x in objects.items() if _state_of(x) != states[k]}
-        made = [x for x in tensors_of([output]) if x.requires_grad]
+        made = [x for x in returned_tensors if x.requires_grad]
         visible = _leaf_ids(output)
         self._returned = {id(x): (weakref.ref(x), x._version) for x in made if id(x) in visible}
         if self.counts[name] == 1:
@@ -154,7 +154,7 @@ class _Visits:
             )
         return output
 
-    def _new_casts(self, segment: Noting) -> int:
+    def _new_casts(self, segment: _FirstCall) -> int:
         """Return the bytes of casts of weights that autocast's cache holds, new in this unit."""
         new = {
             key: nbytes
@@ -176,11 +176,11 @@ class _Visits:
             name, segment = self.segments.popitem()
             if self.calls[name].writes:
                 fixed[name] = WRITES
-            elif self.counts[name] == 1 and (why := why_not_again(segment)):
+            elif self.counts[name] == 1 and (why := segment.why_fixed()):
                 fixed[name] = why
         return fixed
 
-    def units(self, fixed: Mapping[str, str]) -> Iterator[Found]:
+    def units(self, fixed: Mapping[str, str]) -> Iterator[SurveyedUnit]:
         """Yield the units in the order in which they run; fixed: by name why no segment may."""
         is_open = False
         for name, call in self.calls.items():
@@ -196,7 +196,7 @@ class _Visits:
             module, why = self._model.get_submodule(name), fixed.get(name, "")
             offered = levels_of(module) or (LEVELS[::-1] if call.is_fused else ())
             recipes = (NO_RECIPES,) if has_recipes(self._model) else ()
-            yield Found(
+            yield SurveyedUnit(
                 name,
                 module,
                 fixed=why,
@@ -245,7 +245,7 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
         trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
     left_out |= {name: why for name, why in fixed.items() if why != WRITES}
-    units = _fewer(_grouped([*visits.units(fixed)], left_out), MOST_UNITS)
+    units = fewer(grouped([*visits.units(fixed)], left_out), grouping.MOST_UNITS)
     changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
@@ -261,80 +261,6 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
             f"of reentrant checkpoints: {'; '.join(told) or 'it has no parts'}; units= names others"
         )
     return Survey(units, left_out, last, trained)
-
-
-def _grouped(units: Sequence[Found], left_out: dict[str, str]) -> list[Found]:
-    """Join units that save nothing to those before them, or behind them.
-
-    In a segment of its own such a unit keeps no input, which the measured step would lack. An
-    identity or a view shares memory with the unit before; nn.Upsample runs with the unit behind,
-    whose segment then keeps the smaller input. Units without either are code between others.
-    """
-    groups, waiting = list[Found](), list[Found]()
-
-    def place_waiting() -> None:
-        """Join the units that wait to the unit before them, or leave them out."""
-        if waiting and waiting[0].joined and groups:
-            groups[-1] = _group([groups[-1], *waiting], groups[-1])
-        else:
-            left_out.update({unit.name: "saves nothing" for unit in waiting})
-        waiting.clear()
-
-    for unit in units:
-        if not unit.joined:
-            place_waiting()
-        if not unit.is_empty:
-            groups.append(_group([*waiting, unit], unit))
-            waiting.clear()
-        elif unit.joined and groups and not waiting and unit.output <= unit.input:
-            groups[-1] = _group([groups[-1], unit], groups[-1])
-        else:
-            waiting.append(unit)
-    place_waiting()
-    return groups
-
-
-def _group(units: Sequence[Found], main: Found) -> Found:
-    """Return a unit of the modules of several; main: one that saves something."""
-    first, last = units[0], units[-1]
-    members = tuple(member for unit in units for member in unit.members)
-    return main._replace(
-        joined=first.joined,
-        attends=any(unit.attends for unit in units),
-        input=first.input,
-        output=last.output,
-        casts=sum(unit.casts for unit in units),
-        members=members,
-    )
-
-
-def _fewer(units: list[Found], most: int) -> list[Found]:
-    """Join neighbours so that at most that many units are left, if segments may hold them.
-
-    The bytes that units return are balanced between them.
-    """
-    if len(units) <= most:
-        return units
-    low, high = 0, sum(unit.output for unit in units)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_packed(units, middle)) <= most else (middle + 1, high)
-    return [_group(group, group[0]) for group in _packed(units, high)]
-
-
-def _packed(units: Sequence[Found], capacity: int) -> list[list[Found]]:
-    """Return units with their neighbours, as long as these return no more than `capacity` bytes."""
-    groups, nbytes = list[list[Found]](), 0
-    for unit in units:
-        nbytes += unit.output
-        before = groups[-1][-1] if groups else None
-        is_like = before is not None and (before.levels, before.fixed) == (unit.levels, "")
-        if is_like and unit.joined and not unit.fixed and nbytes <= capacity:
-            groups[-1].append(unit)
-        else:
-            groups.append([unit])
-            nbytes = unit.output
-    return groups
 
 
 def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
@@ -354,6 +280,16 @@ def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
 def _leaf_ids(tree: Any) -> set[int]:
     """Return the ids of the leaves that a segment of several units sees."""
     return set(map(id, pytree.tree_leaves(tree)))
+
+
+def _is_cast(tensor: Tensor) -> bool:
+    """Whether a tensor is a weight as autocast casts it and keeps it, or a view of that."""
+    owner = tensor if tensor._base is None else tensor._base
+    node: Any = owner.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    # below autocast, where a tensor is saved, nothing tells whether that is enabled
+    return torch.is_autocast_cache_enabled() and hasattr(node.next_functions[0][0], "variable")
 
 
 def _is_fused(node: Any) -> bool:
@@ -401,23 +337,3 @@ def trimmers_of(args: Any, kwargs: Any) -> list[Callable[[], None]]:
     comes, they would hold each other.
     """
     return [trimmer(x) for value in (*args, *kwargs.values()) for x in nested(value)]
-
-
-def _objects_in(args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the objects among arguments that a call may change, by place and class."""
-    return {
-        f"{name}, a {type(x).__name__}": x
-        for name, x in [*enumerate(args), *kwargs.items()]
-        if hasattr(x, "__dict__") and not isinstance(x, (Tensor, nn.Module))
-    }
-
-
-def _state_of(value: Any) -> list[Any]:
-    """Return data, and ids and versions of tensors, in an object."""
-    state = list[Any]()
-    for part in nested(value):
-        if isinstance(part, Tensor):
-            state.append((id(part), part._version))
-        else:
-            state.append(part if type(part) in ATOMS else id(part))
-    return state

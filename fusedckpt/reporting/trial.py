@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.checkpointing.calls import ATOMS
+from fusedckpt.checkpointing.module_calls import is_state
 from fusedckpt.memory import strided
 from fusedckpt.reporting.containers import (
     CONTAINERS,
@@ -184,13 +185,6 @@ def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int], copies: Cop
         for name, value in attributes.items():
             if name not in ("_buffers", "_parameters", "_modules"):
                 _keep(value, undo, seen, copies, is_attribute=True)
-
-
-def is_state(value: Any) -> TypeGuard[Tensor]:
-    """Whether an attribute of a module is a tensor that calls of the module may write."""
-    if type(value) is not Tensor or value.layout != torch.strided:
-        return False
-    return not (value.requires_grad or value.is_meta or value.is_inference())
 
 
 def _keep(

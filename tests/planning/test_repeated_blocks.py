@@ -211,7 +211,7 @@ def test_more_segments_than_blocks_are_refused():
 
 
 def test_neighbours_of_very_many_units_are_joined(monkeypatch):
-    monkeypatch.setattr("fusedckpt.planning.survey.MOST_UNITS", 8)
+    monkeypatch.setattr("fusedckpt.planning.grouping.MOST_UNITS", 8)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 15
     model, x = nn.Sequential(*map(copy.deepcopy, layers)), torch.randn(256, WIDTH)
     plain = copy.deepcopy(model)

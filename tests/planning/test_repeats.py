@@ -22,7 +22,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan, checkpoint_sequential
-from fusedckpt.planning import repeats
+from fusedckpt.checkpointing import determinism
 
 WIDTH = 16
 WHY = "its forward is not the same twice"
@@ -373,7 +373,7 @@ def _replaced(unit, x):
 @pytest.mark.parametrize("value", [torch.ones(8), torch.full((8,), torch.nan), torch.ones(0)])
 def test_copies_of_buffers_are_compared(scale, value, monkeypatch):
     # as on a GPU, where tensors are noted by copies
-    monkeypatch.setattr(repeats, "_CHECKSUMMED", ())
+    monkeypatch.setattr(determinism, "CHECKSUMMED", ())
     model = nn.Sequential(*(Unit(scale, buffer=value.clone()) for _ in range(3)))
     found = planned(model, torch.randn(4, WIDTH), policy="all")
     # a mean of no number, or of NaN, is the same however often it changes
