@@ -17,7 +17,6 @@ COMMANDS = {
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
     "shares": "count the bytes that models save, before and after fuse",
-    "schedule": "print tensors that a layer's forward and backward make, read and free",
 }
 # those that are `ways` with other defaults
 PRESETS = ("demo", "finetune", "paper")

@@ -1,16 +1,24 @@
-"""The first lines of README and of the page on plans run as they stand; results were measured."""
+"""The pages' code runs as it stands and prints what they show; their results were measured."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from support import run_ranks
+from torch import nn
+from torch.nn import functional as F
 
+import fusedckpt
 from bench.results import MIB, groups, read, slowdown
 from fusedckpt.autograd.dispatch import forced_path
+from tests.kernels.compile_only import CHIPS
+from tests.ptx.table import ARCHS
 
 ROOT = Path(__file__).parents[1]
-# rows of README's first table of results, by their names in the committed results
+# rows of the first table of results, by their names in the committed results
 STACK = {
     "eager": "eager",
     "fusedckpt preact": 'fused, `save="preact"`',
@@ -70,7 +78,7 @@ def recorded(file: str, labels: dict[str, str], digits: int) -> list[str]:
     ],
 )
 def test_ways_are_the_committed_ones(head, file, labels, digits):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "bench/README.md").read_text(encoding="utf-8")
     table = text.partition(head)[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == recorded(file, labels, digits)
 
@@ -84,7 +92,7 @@ def test_results_are_the_committed_ones():
         expected.append(
             f"| {label} | {saved:,} | {peak:.0f} | {slowdown(row, rows['eager']):.2f} |"
         )
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "bench/README.md").read_text(encoding="utf-8")
     table = text.partition("| | saved, bytes per token |")[2].partition("\n\n")[0]
     assert table.splitlines()[2:] == expected
 
@@ -99,54 +107,162 @@ def test_models_save_as_the_table_says(name):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     row = f"| {name} | {found.before:.1f} | {found.after:.1f} | {found.gone:.0%} |"
     assert row in text
+    if name == "llama":
+        assert (
+            f"saves {found.before:.1f} D values a token, after `fuse` {found.after:.1f} D" in text
+        )
 
 
-def saved_model(folder: Path) -> str:
-    """Save a tiny model like SmolLM2 with its tokenizer, as the hub would give them."""
-    transformers = pytest.importorskip("transformers", reason="needs the test extra")
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-
-    config = transformers.LlamaConfig(
-        vocab_size=8,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=True,
-    )
-    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
-    words = {word: i for i, word in enumerate(("as", "it", "stands", "[UNK]"))}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = Whitespace()
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
-    fast.save_pretrained(folder)
-    return str(folder)
+def blocks(page: str, kind: str) -> list[str]:
+    """Return the blocks of code of a kind, "" for output, of a page."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = re.findall(r"^```(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for name, block in found if name == kind]
 
 
 def first_code(page: str) -> str:
-    text = (ROOT / page).read_text(encoding="utf-8")
-    return re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    return blocks(page, "python")[0]
 
 
-def test_the_first_lines_run(tmp_path, monkeypatch):
+# digits of lines that depend on times
+TIMED = re.compile(r"(?<=predicted peak).*|(?<=measured peak).*|(?<=extra time).*")
+
+
+def test_the_first_lines_print_what_is_shown(tmp_path, monkeypatch):
+    """And the page on plans goes on from there."""
+    pytest.importorskip("transformers", reason="needs the test extra")
     pytest.importorskip("matplotlib", reason="needs the bench extra")
     monkeypatch.chdir(tmp_path)
-    # no downloads: the name of the model is all that is another
-    ours = f"name = {saved_model(tmp_path)!r}\n"
-    code, count = re.subn(
-        r'^name = ".*"\n', lambda _: ours, first_code("README.md"), flags=re.MULTILINE
-    )
-    assert count == 1
-    found = {}
+    printed: list[str] = []
+    names = {"print": lambda value: printed.extend(str(value).splitlines())}
     with forced_path("aten"):
-        exec(code, found)
-        gradients = [p.grad for p in found["model"].parameters()]
-        assert found["loss"].isfinite()
-        assert all(gradient is not None for gradient in gradients)
-        exec(first_code("fusedckpt/planning/README.md"), found)
-    assert found["plan"].measured_bytes <= 20 * 2**30
+        exec(first_code("README.md"), names)
+        assert all(p.grad is not None for p in names["model"].parameters())
+        plan = names["plan"]
+        assert plan.measured_bytes <= plan.budget_bytes < names["before"].peak_bytes
+        plan.undo()
+        exec(first_code("fusedckpt/planning/README.md"), names)
+    lines = iter([TIMED.sub("", line) for line in printed])
+    # each line in its turn
+    for line in blocks("README.md", "")[0].splitlines():
+        assert TIMED.sub("", line) in lines, line
+    assert names["plan"].measured_bytes <= 20 * 2**30
     assert (tmp_path / "plan.json").exists()
     assert (tmp_path / "plan.png").exists()
+
+
+def test_the_table_of_cards_is_that_of_the_tests():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = text.partition("| card | compiled")[2].partition("\n\n")[0].splitlines()[2:]
+    # a chip's cells, without links
+    cells = {}
+    for row in rows:
+        name, *others = [cell.strip() for cell in row.strip("|").split("|")]
+        cells |= dict.fromkeys(re.findall(r"sm_\d+|gfx\d+", name), others)
+    shown = {
+        "everything": "all kernels",
+        "near_limits": "kernels near a limit",
+        "one_of_each": "some launches of each",
+    }
+    chips = {name: chip for name, chip in CHIPS.items() if name != "gfx1100"}
+    assert cells.keys() == chips.keys()
+    for name, (compiled, executed, run, aten) in cells.items():
+        assert compiled == shown[chips[name].launches]
+        is_executed = name in ARCHS
+        assert executed.startswith("all kernels" if is_executed else ("as sm_80", "no"))
+        assert (run, aten) == ("no", "float64")
+
+
+def use_styles(rank):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    layer = nn.ModuleDict({"norm": nn.RMSNorm(8), "mlp": fusedckpt.GatedMLP(8, 16)})
+    model = nn.ModuleDict({"layers": nn.ModuleList([layer])})
+    code = blocks("fusedckpt/layers/README.md", "python")[0]
+    exec(code, {"fusedckpt": fusedckpt, "model": model, "mesh": mesh})
+    assert isinstance(layer["mlp"].gate_proj.weight, torch.distributed.tensor.DTensor)
+
+
+def test_code_of_tensor_parallelism(tmp_path):
+    run_ranks(use_styles, tmp_path, 1)
+
+
+def test_code_of_micro_batches_in_a_plan():
+    code = blocks("fusedckpt/planning/README.md", "python")[1]
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
+    optimizer, target = torch.optim.SGD(model.parameters()), torch.randint(8, (16,))
+    names = {"model": model, "optimizer": optimizer, "x": torch.randn(16, 8), "target": target}
+    exec(code, {**names, "F": F, "fusedckpt": fusedckpt})
+
+
+def test_code_of_integrations():
+    pytest.importorskip("transformers")
+    code = blocks("fusedckpt/fusing/README.md", "python")[0]
+    seen = []
+
+    class Trainer:
+        def __init__(self, **options):
+            seen.extend(options["callbacks"])
+
+        def train(self):
+            pass
+
+        def fit(self, module):
+            pass
+
+    model = llama()
+    optimizer = torch.optim.SGD(model.parameters())
+    names = {"model": model, "optimizer": optimizer, "Trainer": Trainer, "fusedckpt": fusedckpt}
+    names |= dict.fromkeys(("args", "data", "loader", "module"))
+    names["accelerator"] = SimpleNamespace(prepare=lambda *given: given)
+    parts = re.split(r"\n\n(?=#)", code)
+    for part in parts:
+        if "lightning" not in part or find_spec("lightning"):
+            exec(part, names)
+    assert len(parts) == 5
+    assert [type(callback).__name__ for callback in seen][:1] == ["FuseCallback"]
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+
+
+def test_code_of_a_model_of_yours():
+    pytest.importorskip("transformers")
+    names = {}
+    exec(blocks("bench/README.md", "python")[0], names)
+    model, batch = names["small"]()
+    assert model(**batch).loss.isfinite()
+
+
+# blocks of Python, by page and a part of them, and the tests that run them
+RUN_IN = {
+    ("README.md", "model = LlamaForCausalLM"): "test_readme.py",
+    ("README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
+    ("bench/README.md", "def small():"): "test_readme.py",
+    ("fusedckpt/checkpointing/README.md", "RecomputingStage"): "models/test_slow_link.py",
+    ("fusedckpt/fusing/README.md", "use_checkpoint"): "test_readme.py",
+    ("fusedckpt/fusing/README.md", "def fused_experts"): "models/test_expert_parallel.py",
+    ("fusedckpt/fusing/README.md", "FusedExperts"): "integrations/test_torchtitan_experts.py",
+    ("fusedckpt/layers/README.md", "parallelize_module"): "test_readme.py",
+    ("fusedckpt/layers/README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
+    ("fusedckpt/planning/README.md", 'plan.save("plan.json")'): "test_readme.py",
+    ("fusedckpt/planning/README.md", "def share("): "test_readme.py",
+}
+
+
+def test_all_code_of_all_pages_runs():
+    pages = [path for path in ROOT.glob("**/README.md") if not {".venv", "venv"} & {*path.parts}]
+    found = []
+    for path in sorted(pages):
+        page = path.relative_to(ROOT).as_posix()
+        for code in blocks(page, "python"):
+            marks = [mark for place, mark in RUN_IN if place == page and mark in code]
+            assert len(marks) == 1, code
+            found.append((page, *marks))
+    assert sorted(found) == sorted(RUN_IN)
+    for (page, mark), test in RUN_IN.items():
+        text = (ROOT / "tests" / test).read_text(encoding="utf-8")
+        assert "README" in text or "recipe(" in text, (page, mark)

@@ -1,4 +1,4 @@
-"""The command line, schedules and the shares of models."""
+"""The command line and the shares of models."""
 
 from __future__ import annotations
 
@@ -108,59 +108,6 @@ def test_an_environment_names_commit_libraries_and_tf32(monkeypatch):
     assert (facts["commit"], facts["flash-attn"], facts["tf32"]) == ("0123abc", "2.8", True)
     assert "liger-kernel" not in facts
     assert env.summary(facts).endswith("flash-attn 2.8; TF32 matmuls")
-
-
-def scheduled(capsys, *options: str) -> str:
-    assert command.main(["schedule", *options]) == 0
-    return capsys.readouterr().out
-
-
-def test_a_schedule_has_a_line_a_call(capsys):
-    found = scheduled(capsys, "gated_mlp", "--save", "gate", "--norm", "rms", "--residual")
-    forward, backward = found.split("backward\n")
-    assert forward.endswith("saves x D, gate F\n")
-    assert "  F          h = hidden(gate, up, out=up)" in forward
-    assert "frees up\n" in forward
-    made = [line[2:13].strip() for line in backward.splitlines()]
-    # gate is given, up and n are recomputed
-    assert "gate = " not in backward
-    assert made[:4] == ["F", "D", "F", "F, F, F"]
-    assert "  D, D       d_x, d_norm_weight = norm_grad(" in backward
-    assert "  D x F      d_down_weight = mm(" in backward
-    assert backward.splitlines()[-1].split()[:3] == ["return", "d_x,", "d_norm_weight,"]
-    chunked = scheduled(capsys, "mlp", "--wanted", "fc2", "--chunks", "2")
-    assert chunked.splitlines()[-1].strip() == "return None, None, None, d_fc2_weight, None"
-
-
-@pytest.mark.parametrize(
-    ("options", "saves"),
-    [
-        ("linear_act", "x D"),
-        ("linear_act --save preact", "x D, z F"),
-        ("mlp --save preact", "x D, z F"),
-        ("gated_mlp", "x D"),
-        ("gated_mlp --save preact", "x D, gate F, up F"),
-        ("rms_norm", "x D"),
-        ("layer_norm", "x D"),
-        ("norm_linear", "x D"),
-    ],
-)
-def test_a_schedule_names_the_saved_tensors(capsys, options, saves):
-    assert f"saves {saves}\nbackward\n" in scheduled(capsys, *options.split())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("rms_norm --save preact", "rms_norm: "),
-        ("mlp --save gate", "gate"),
-        ("linear_act --norm rms", "linear_act: "),
-        ("norm_linear --chunks 2", "norm_linear: "),
-        ("mlp --wanted up", "--wanted up is none of x, norm, fc1, fc2"),
-    ],
-)
-def test_a_schedule_refuses_what_a_layer_has_not(refused, options, message):
-    assert message in refused("schedule", *options.split())
 
 
 def test_logits_and_layers_are_gone_from_whole_models(capsys, refused):
