@@ -23,6 +23,7 @@ from fusedckpt.memory import (
     nbytes_of,
     saved_tensors,
 )
+from fusedckpt.reporting.left_graphs import LeftGraphs
 from fusedckpt.reporting.memory_plot import draw
 from fusedckpt.reporting.step import Step, default_loss, optimizers_of
 from fusedckpt.reporting.tables import Row, size, table
@@ -44,7 +45,9 @@ class MemoryReport:
     bytes that outlive a module's forward outside saved tensors, the largest first: attributes of
     autograd functions, RNG states of checkpoints, caches. `timeline` has the live bytes after every
     allocation and free; its first maximum is the peak. `fused` says of every module that `fuse`
-    swapped whether it ran fused, or why not, and the cost of that.
+    swapped whether it ran fused, or why not, and the cost of that. `left_graphs` has the names of
+    attributes of modules in which the recompute of a checkpoint leaves a tensor with its graph:
+    both live on after backward. Detach such tensors, or set them where `is_recomputing` is false.
     """
 
     model: str
@@ -61,6 +64,7 @@ class MemoryReport:
     timeline: tuple[Moment, ...]
     fused: tuple[FusedModule, ...] = ()
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
+    left_graphs: tuple[str, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -142,6 +146,8 @@ class MemoryReport:
             lines.append(_line("held otherwise", sum(self.held.values()), where))
         peak = self.peak
         lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
+        if self.left_graphs:
+            lines.append(f"  {'graphs left in':20}{_listed(self.left_graphs)}, by a recompute")
         lines += ["", table(_MODULES, _module_rows(self.saved), numbers=(1, 2, 3))]
         if self.fused:
             lines += ["", table(_FUSED, _fused_rows(self.fused), numbers=(2, 3))]
@@ -235,8 +241,9 @@ def measure(step: Step) -> MemoryReport:
     inputs = step.inputs()
     device = held[0].device
     resident = step.resident(held)
-    watch, calls, counted = Watch(step.model), FusedCalls(step.model), list[SavedTensors]()
-    profile = profiled(lambda: counted.append(_taken(step, held, watch, calls)), device)
+    watch, calls, left = Watch(step.model), FusedCalls(step.model), LeftGraphs(step.model)
+    counted = list[SavedTensors]()
+    profile = profiled(lambda: counted.append(_taken(step, held, watch, calls, left)), device)
     (saved,) = counted
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
     found = read(profile, resident, addresses_of(gradients))
@@ -253,10 +260,13 @@ def measure(step: Step) -> MemoryReport:
         timeline=tuple(found.moments),
         fused=calls.modules(saved.storages),
         held=_by_module(block for block in found.held if block.address not in saved.known),
+        left_graphs=left.names(),
     )
 
 
-def _taken(step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls) -> SavedTensors:
+def _taken(
+    step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls, left: LeftGraphs
+) -> SavedTensors:
     """Take a step, and return the tensors that its forward saved."""
     found: list[SavedTensors] = []
 
@@ -270,6 +280,7 @@ def _taken(step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls) -> S
     def made(tensors: list[Tensor]) -> None:
         # beside these, memory that lives on from the forward was kept by other means
         found[0].known = found[0].addresses | addresses_of(tensors)
+        left.begin()
 
     # in backward too: a recompute calls modules
     with watch.hooked():
@@ -289,6 +300,11 @@ def _held_by(held: Mapping[str, int]) -> str | None:
     rest = f", and {len(held) - 2} more" if len(held) > 2 else ""
     names = [f"{size(nbytes)} in {name}" for name, nbytes in held.items()][:2]
     return f"outside saved tensors: {', '.join(names)}{rest}" if names else None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Write the first two of some names, and how many more there are."""
+    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
 
 def _line(kind: str, nbytes: int, where: str = "") -> str:
