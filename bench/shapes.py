@@ -137,11 +137,17 @@ NO_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 def _options(shape: Shape, layers: int) -> dict[str, Any]:
     """Return the options of a model's configuration."""
-    hidden, heads = 8 * round(shape.hidden * D / 8), shape.heads
+    hidden = 8 * round(shape.hidden * D / 8)
+    heads = shape.heads
     options: dict[str, Any] = {
-        **{"vocab_size": VOCAB, "hidden_size": D, "intermediate_size": hidden, **IDS},
-        **{"num_hidden_layers": layers, "num_attention_heads": heads},
-        **{"num_key_value_heads": shape.kv, "max_position_embeddings": TOKENS},
+        "vocab_size": VOCAB,
+        "hidden_size": D,
+        "intermediate_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": shape.kv,
+        "max_position_embeddings": TOKENS,
+        **IDS,
     }
     if shape.model == "OPTModel":
         options |= {"ffn_dim": hidden, "word_embed_proj_dim": D}
@@ -189,11 +195,12 @@ def model_of(shape: Shape, layers: int) -> tuple[nn.Module, tuple[Any, ...], dic
 
 
 class Whole(NamedTuple):
-    """Published layers, features and classes, and the class with a head where its name differs."""
+    """The sizes of a published language model."""
 
     layers: int
     features: int
     classes: int
+    # the class with a head, where its name is not that of the model without
     model: str | None = None
 
     @property

@@ -85,7 +85,8 @@ def measured(shape: Shape) -> Share:
 
 def measured_whole(name: str) -> tuple[float, float]:
     """Return the bytes that a training step of a model saves before and after `fuse`."""
-    whole, shape = WHOLE[name], DENSE[name]
+    whole = WHOLE[name]
+    shape = DENSE[name]
     kind = whole.model or shape.model.replace("Model", "ForCausalLM")
     options = {**shape.options, "vocab_size": whole.reduced}
     pairs: list[tuple[int, int]] = []

@@ -41,12 +41,11 @@ class Bytes(NamedTuple):
     def extended(self, other: Bytes, repeats: int) -> Bytes:
         """Return the bytes of `repeats` parts, from those of one and, as `other`, of two."""
         pairs = zip(self, other, strict=True)
-        return Bytes(*[one + (repeats - 1) * (two - one) for one, two in pairs])
+        return Bytes(*[single + (repeats - 1) * (double - single) for single, double in pairs])
 
 
 def obstacle(model: Model) -> str | None:
     """Return why a model cannot be built here, None if it can."""
-    # a command whose output is read without it: `MODEL: needs diffusers`
     return None if find_spec(model.package) is not None else f"needs {model.package}"
 
 
@@ -57,8 +56,8 @@ def measured_step(model: Model) -> dict[str, Bytes]:
         by_count = [_measured(model, count) for count in counts]
     if len(by_count) == 1:
         return by_count[0]
-    one, two = by_count
-    return {name: one[name].extended(two[name], model.repeats) for name in WAYS}
+    single, double = by_count
+    return {name: single[name].extended(double[name], model.repeats) for name in WAYS}
 
 
 def _measured(model: Model, count: int) -> dict[str, Bytes]:
@@ -66,12 +65,12 @@ def _measured(model: Model, count: int) -> dict[str, Bytes]:
     made, inputs = model.build(count)
     made = made.to(DTYPE).train()
     inputs = tree_map_only(Tensor, lambda x: x.to(DTYPE) if x.is_floating_point() else x, inputs)
-    found = {}
+    bytes_by_way: dict[str, Bytes] = {}
     for name, change in WAYS.items():
         changed = copy.deepcopy(made)
         change(changed)
-        found[name] = _bytes_of(changed, inputs)
-    return found
+        bytes_by_way[name] = _bytes_of(changed, inputs)
+    return bytes_by_way
 
 
 def _bytes_of(model: nn.Module, inputs: Inputs) -> Bytes:

@@ -128,7 +128,8 @@ def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -
     """Yield the ways that were chosen, eager first; plans that do not exist go to `lost`."""
     yield Way("eager", work.model)
     for name in [name for name in RECIPES if name in chosen.ways and name != "eager"]:
-        model, note = work.copied(), ""
+        model = work.copied()
+        note = ""
         if name == "fuse":
             report = fusedckpt.fuse(model)
             note = str(report).splitlines()[0]
@@ -196,8 +197,9 @@ def _compiled(work: Workload, lost: dict[str, str]) -> Iterator[Way]:
     budget = (report.peak_bytes - resident(report)) // 2
     name = f"fuse+plan {mib(budget)} MiB+compile"
     try:
-        fused, limits = RECIPES["fuse"](work.copied()), {"activation_budget": budget}
-        made[name] = torch.compile(work.planned(name, fused, **limits, accumulate=True).run)
+        fused = RECIPES["fuse"](work.copied())
+        way = work.planned(name, fused, activation_budget=budget, accumulate=True)
+        made[name] = torch.compile(way.run)
     except ValueError as error:
         lost[name] = f"no plan: {error}"
     for name, model in made.items():
@@ -206,7 +208,9 @@ def _compiled(work: Workload, lost: dict[str, str]) -> Iterator[Way]:
 
 def _measured(chosen: Namespace, subject: Subject, seed: int) -> list[Row]:
     """Return a row for every way of training a model from a seed."""
-    work, lost = subject.work(seed), dict[str, str]()
+    work = subject.work(seed)
+    # by the name of a way, why it is none
+    lost: dict[str, str] = {}
     count = sum(p.numel() for p in work.model.parameters())
     trained = sum(p.numel() for p in work.model.parameters() if p.requires_grad)
     num_ways = len(chosen.ways) + 2 * ("budgets" in chosen.ways) + 6 * chosen.compile
@@ -240,11 +244,11 @@ def _gathered(rows: Sequence[Row]) -> Row:
     row = copy.copy(rows[0])
     for name in ("both_ms", "held_out_loss", "accuracy"):
         if row.get(name):
-            row[name] = [value for one in rows for value in one[name]]
+            row[name] = [value for by_seed in rows for value in by_seed[name]]
     if "losses" in row:
-        row["losses"] = np.mean([one["losses"] for one in rows], 0).tolist()
-        row["loss_difference"] = max(one["loss_difference"] for one in rows)
-    failures = [one["failure"] for one in rows if one["failure"]]
+        row["losses"] = np.mean([by_seed["losses"] for by_seed in rows], 0).tolist()
+        row["loss_difference"] = max(by_seed["loss_difference"] for by_seed in rows)
+    failures = [by_seed["failure"] for by_seed in rows if by_seed["failure"]]
     return row | {
         "failure": next(iter(failures), None),
         "is_wrong": any(r["is_wrong"] for r in rows),
@@ -253,7 +257,8 @@ def _gathered(rows: Sequence[Row]) -> Row:
 
 def run(chosen: Namespace) -> int:
     """Measure, print, write rows and figure; 1 where a way failed or was wrong, else 0."""
-    device, dtype = torch.device(chosen.device), getattr(torch, chosen.dtype)
+    device = torch.device(chosen.device)
+    dtype = getattr(torch, chosen.dtype)
     facts = environment(device, dtype)
     how = f"{chosen.dtype}, medians of {chosen.repeat} x {chosen.steps} steps"
     print(f"{summary(facts)}; {how}\nwrites {show.files_of(chosen)}", flush=True)

@@ -11,7 +11,7 @@ writes its result once; between them all is float32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from .norm_kernels import normalise
 from .runtime import is_exact, load, store, tl, triton
 
 # elements of a program of the kernels over elements, 8 a thread
-TILE = {"BLOCK": 1024, "num_warps": 4}
+TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
 
 
 class Modulation(NamedTuple):
@@ -120,12 +120,11 @@ def channel_norm_kernel(
     """
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < numel
+    sample = i // (channels * length)
     if LAST:
         channel = i % channels
-        sample = i // (channels * length)
     else:
         channel = i // length % channels
-        sample = i // (channels * length)
     group = sample * groups + channel // size
     y = load(t.x + i, mask)
     y = (y - load(t.mean + group, mask)) * load(t.rstd + group, mask)
@@ -168,11 +167,10 @@ def modulated_norm(
     y = x.new_empty(m, n)
     strides = [0 if t is None else t.stride(0) for t in (factor, shift)]
     t = Modulation(x, weight, bias, factor, shift, y, x.stride(0), *strides)
-    tile = rows_for(n)
-    is_layer = rule.kind == "layer"
+    how: dict[str, Any] = {"LAYER": rule.kind == "layer", **rows_for(n)}
     with torch.cuda.device_of(x):
-        grid = (triton.cdiv(m, tile["BLOCK_M"]),)
-        modulated_norm_kernel[grid](t, m, n, rows, rule.eps, LAYER=is_layer, **tile)
+        grid = (triton.cdiv(m, how["BLOCK_M"]),)
+        modulated_norm_kernel[grid](t, m, n, rows, rule.eps, **how)
     return y
 
 
@@ -196,11 +194,11 @@ def channel_norm(
     t = Channels(x, mean, rstd, weight, bias, residual, y)
     size = channels // groups if groups else 1
     act = ACTIVATIONS[activation].value_and_grad
-    is_last = is_channels_last(x)
+    how = {"ACTIVATION": act, "LAST": is_channels_last(x), **TILE}
     with torch.cuda.device_of(x):
         grid = (triton.cdiv(x.numel(), TILE["BLOCK"]),)
         sizes = x.numel(), channels, length, groups, size
-        channel_norm_kernel[grid](t, *sizes, ACTIVATION=act, LAST=is_last, **TILE)
+        channel_norm_kernel[grid](t, *sizes, **how)
     return y
 
 
