@@ -42,8 +42,10 @@ KEPT = 1
 # the inputs of so many segments are on the device in backward: one is read, one arrives
 BACK = 2
 
-# by reason, how many inputs that are large enough could not be offloaded
-declined: Counter[str] = Counter()
+# bytes that left their device; and by reason, how many inputs stay on it. A report reads and clears
+# both
+num_bytes_left: Counter[torch.device] = Counter()
+stays: Counter[str] = Counter()
 host_memory = HostMemory()
 
 
@@ -201,12 +203,13 @@ class OffloadedInputs:
 
     def save(self, tensor: Tensor, made_by: OffloadedInputs | None = None) -> Argument:
         """Save an input; made_by: the inputs of the segment that returned it, if one did."""
-        if not is_movable(tensor):
-            return Argument(tensor)
-        if reason := obstacle(tensor.device) or _hooks_around():
-            declined[reason] += 1
-            return Argument(tensor)
+        reason = obstacle(tensor.device) or _hooks_around()
+        if not (reason or is_movable(tensor)):
+            reason = "smaller than 1 MiB, a leaf, or a view of a larger storage"
         if self._copies is not None and self._copies.device != tensor.device:
+            reason = "on another device than inputs before it"
+        if reason:
+            stays[reason] += 1
             return Argument(tensor)
         copies = self._copies or copy_stream(tensor.device)
         with copies.lock:
@@ -233,6 +236,7 @@ class OffloadedInputs:
             # an input of two segments, which would come back for each
             storage.take(tensor)
             storage.stays = True
+            stays["an input of several segments"] += 1
             return None
         return storage if storage.dtype == tensor.dtype else None
 
@@ -275,6 +279,7 @@ class OffloadedInputs:
                 storage.on_host = copies.memory.empty_like(storage.on_device)
                 pairs.append((storage.on_host, storage.on_device))
         if pairs:
+            num_bytes_left[copies.device] += sum(source.nbytes for _, source in pairs)
             self._pending = copies.copy(pairs, self._ready)
             copies.leaving.append(weakref.ref(self))
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.allocations import profiled
+from fusedckpt.checkpointing import offload
 from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
 from fusedckpt.memory import (
     SavedStorage,
@@ -65,6 +66,9 @@ class MemoryReport:
     fused: tuple[FusedModule, ...] = ()
     held: Mapping[str, int] = field(default_factory=dict, hash=False)
     left_graphs: tuple[str, ...] = ()
+    # of checkpoints with offload=True: bytes that went to the host, and inputs that stay, by reason
+    offloaded_bytes: int = 0
+    not_offloaded: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def saved_bytes(self) -> int:
@@ -144,6 +148,9 @@ class MemoryReport:
         lines += [_line(kind, n) for kind, n in self.sizes.items() if n is not None]
         if where := _held_by(self.held):
             lines.append(_line("held otherwise", sum(self.held.values()), where))
+        if self.offloaded_bytes or self.not_offloaded:
+            told = [f"{count} inputs stay: {why}" for why, count in self.not_offloaded.items()]
+            lines.append(_line("offloaded", self.offloaded_bytes, "; ".join(told)))
         peak = self.peak
         lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
         if self.left_graphs:
@@ -243,6 +250,8 @@ def measure(step: Step) -> MemoryReport:
     resident = step.resident(held)
     watch, calls, left = Watch(step.model), FusedCalls(step.model), LeftGraphs(step.model)
     counted = list[SavedTensors]()
+    offload.num_bytes_left.clear()
+    offload.stays.clear()
     profile = profiled(lambda: counted.append(_taken(step, held, watch, calls, left)), device)
     (saved,) = counted
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
@@ -261,6 +270,8 @@ def measure(step: Step) -> MemoryReport:
         fused=calls.modules(saved.storages),
         held=_by_module(block for block in found.held if block.address not in saved.known),
         left_graphs=left.names(),
+        offloaded_bytes=offload.num_bytes_left.total(),
+        not_offloaded=dict(offload.stays),
     )
 
 

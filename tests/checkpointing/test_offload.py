@@ -1,6 +1,7 @@
 """Offload on a CPU whose memory counts as a device's: values, bytes, lives, and order."""
 
 import gc
+import re
 import weakref
 from functools import partial
 
@@ -156,7 +157,12 @@ def test_peak_of_twelve_layers(monkeypatch):
             step(call)
             peaks[name] = peak_bytes(lambda call=call: step(call)) / nbytes
     assert (device.to_host, device.to_device) == (2 * 11 * nbytes, 2 * 10 * nbytes)
-    assert peaks["offload"] < 0.7 * peaks["checkpoint"], peaks
+    # as README says
+    assert {name: round(peak, 1) for name, peak in peaks.items()} == {
+        "checkpoint": 20.3,
+        "offload": 11.2,
+    }
+    assert peaks["offload"] < 0.7 * peaks["checkpoint"]
 
 
 def test_device_bytes_after_forward(device, blocks, x):
@@ -382,7 +388,7 @@ def test_beyond_the_pinned_limit(monkeypatch, blocks, x):
 
 @pytest.mark.parametrize("around", ["hooks", "checkpoint"])
 def test_declines_inside(device, blocks, x, around):
-    offload.declined.clear()
+    offload.stays.clear()
 
     def step(call):
         torch.manual_seed(0)
@@ -393,14 +399,32 @@ def test_declines_inside(device, blocks, x, around):
 
     assert_same(step(offloading), step(checkpoint))
     assert device.to_host == 0
-    assert {*offload.declined} == {"hooks on saved tensors, or a checkpoint, are around"}
+    assert {*offload.stays} == {"hooks on saved tensors, or a checkpoint, are around"}
 
 
 def test_does_nothing_on_a_cpu(monkeypatch, blocks, x):
     monkeypatch.setattr(offload, "SMALL", 1)
-    offload.declined.clear()
+    offload.stays.clear()
     assert_same(both(blocks, x, offloading), both(blocks, x, checkpoint))
-    assert offload.declined == {"a CPU's tensors are in host memory": N}
+    assert offload.stays == {"a CPU's tensors are in host memory": N}
+
+
+def test_the_report_says_what_became_of_inputs(monkeypatch, blocks, x):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = blocks
+
+        def forward(self, x):
+            return run(self.blocks, x, offloading)
+
+    told = str(fusedckpt.report(Model(), x))
+    assert f"0 B  {N} inputs stay: a CPU's tensors are in host memory" in told
+    with fake_device(monkeypatch):
+        report = fusedckpt.report(Model(), x)
+    assert report.offloaded_bytes == (N - 1) * X
+    assert re.search(r"\n  offloaded +40.0 KiB\n", str(report))
+    assert "offloaded" not in str(fusedckpt.report(blocks, x))
 
 
 def test_counting_hooks_see_the_rest(device, blocks, x):
