@@ -1,8 +1,10 @@
 """The pages' code runs as it stands and prints what they show; their results were measured."""
 
+import inspect
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 import pytest
@@ -83,6 +85,20 @@ def test_ways_are_the_committed_ones(head, file, labels, digits):
     assert table.splitlines()[2:] == recorded(file, labels, digits)
 
 
+def test_the_tools_figures_are_the_committed_ones():
+    stack = [row for row in read(ROOT / "bench/results/cpu/run.jsonl") if row["case"] == "stack"]
+    rows, expected = {row["name"]: row for row in stack}, []
+    for row in map(rows.__getitem__, STACK):
+        thousands, peak = row["saved_bytes"] / row["tokens"] / 1000, row["peak_bytes"] / MIB
+        cells = f"{thousands:.0f}", f"{peak:.0f}", f"{slowdown(row, rows['eager']):.2f}"
+        expected.append(f" {' | '.join(cells)} |")
+    text = (ROOT / "fusedckpt/README.md").read_text(encoding="utf-8")
+    table = text.partition("| saved | peak | time |\n")[2].partition("\n\n")[0]
+    found = [line.split("|", 4)[4] for line in table.splitlines()[1:]]
+    # a plan has no figure of its own there
+    assert [line for line in found if line.strip(" |")] == expected
+
+
 def test_results_are_the_committed_ones():
     stack = [row for row in read(ROOT / "bench/results/cpu/run.jsonl") if row["case"] == "stack"]
     rows, expected = {row["name"]: row for row in stack}, []
@@ -142,6 +158,7 @@ def test_the_first_lines_print_what_is_shown(tmp_path, monkeypatch):
         assert plan.measured_bytes <= plan.budget_bytes < names["before"].peak_bytes
         plan.undo()
         exec(first_code("fusedckpt/planning/README.md"), names)
+        exec(first_code("fusedckpt/README.md"), names)
     lines = iter([TIMED.sub("", line) for line in printed])
     # each line in its turn
     for line in blocks("README.md", "")[0].splitlines():
@@ -239,6 +256,7 @@ def test_code_of_a_model_of_yours():
 
 # blocks of Python, by page and a part of them, and the tests that run them
 RUN_IN = {
+    ("fusedckpt/README.md", "fusedckpt.report("): "test_readme.py",
     ("README.md", "model = LlamaForCausalLM"): "test_readme.py",
     ("README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
     ("bench/README.md", "def small():"): "test_readme.py",
@@ -266,3 +284,16 @@ def test_all_code_of_all_pages_runs():
     for (page, mark), test in RUN_IN.items():
         text = (ROOT / "tests" / test).read_text(encoding="utf-8")
         assert "README" in text or "recipe(" in text, (page, mark)
+
+
+def test_the_page_for_agents_names_what_there_is():
+    text = (ROOT / "fusedckpt/llms.txt").read_text(encoding="utf-8")
+    names = {*re.findall(r"`[^`]*?\b(fusedckpt(?:\.\w+)+)", text)}
+    assert len(names) > 25
+    for name in names:
+        # integrations need their libraries
+        if ".integrations" not in name:
+            resolve_name(name)
+    for call, options in re.findall(r"fusedckpt\.(fuse|checkpoint|plan)\((.*?)\)", text):
+        parameters = inspect.signature(getattr(fusedckpt, call)).parameters
+        assert {*re.findall(r"(\w+)=", options)} <= parameters.keys()
