@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
-from fusedckpt.autograd import private, recipes
+from fusedckpt.autograd import private, tracker
 from fusedckpt.autograd.private import pytree
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
@@ -72,7 +72,7 @@ def is_unwatched() -> bool:
     return not (
         torch.compiler.is_compiling()
         or private.num_dispatch_modes()
-        or (private.num_function_modes() and recipes.num_other_modes())
+        or (private.num_function_modes() and tracker.num_other_modes())
         or private.are_transforms_active()
         or private.is_profiled()
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fusedckpt.autograd import arguments, levels, phases, private, recipes
+from fusedckpt.autograd import arguments, levels, phases, private, tracker
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
@@ -167,6 +167,13 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if is_on else None
 
 
+def cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Let autocast cast to a dtype, or, for None, not at all."""
+    if autocast_dtype(device) == to:
+        return nullcontext()
+    return torch.autocast(device.type, to, enabled=to is not None)
+
+
 _FUNCTIONS: tuple[str, ...] = ("linear_act", "norm_linear", "mlp", "gated_mlp", "experts")
 _FUNCTIONS += ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
 _FUNCTIONS += ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
@@ -257,7 +264,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
             return _decided_anew(options, tensors, is_twin)._replace(phase=phase)
         metas[place] = t.shape, t.dtype, t.device
     has_modes = private.num_dispatch_modes() or (
-        private.num_function_modes() and recipes.num_other_modes()
+        private.num_function_modes() and tracker.num_other_modes()
     )
     context = (
         grad,

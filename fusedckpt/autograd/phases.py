@@ -138,6 +138,20 @@ def outside_hooks_of(owner: Phase) -> Iterator[None]:
             saved_tensors_hooks(*hooks).__enter__()
 
 
+@contextmanager
+def uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
+    """Remove hooks that only count, and yield a function that counts a tensor as they would."""
+    removed: list[Hooks] = []
+    while (hooks := private.top_hooks()) is not None and only_count(hooks):
+        removed.append(hooks)
+        saved_tensors_hooks(*hooks).__exit__()
+    try:
+        yield removed[0][0] if removed else None
+    finally:
+        for hooks in reversed(removed):
+            saved_tensors_hooks(*hooks).__enter__()
+
+
 class PackHook:
     """The `pack` of a checkpoint's phase, which torch knows by its attributes to be no user's."""
 

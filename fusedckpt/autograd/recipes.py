@@ -13,66 +13,56 @@ Here r can be made again from h, and y * gate from y and gate, which are saved a
 saves, in place of r, the recipe of r: relu of batch_norm of h. Backward makes r once for all of its
 readers, right before the first of them needs it.
 
-A result has a recipe if each input of its function has one, is saved by now, or is small. So a sum
-`x + f(x)` is made again where both parts are saved anyway, and is saved itself where they are not.
-Recipes chain, up to a limit: a longer chain would hold many values at once in backward, so its
-value is saved, and ends the chain.
-
     Stored    the object that autograd saves in place of a tensor: a `View`
     View      sizes, strides and offset of a tensor in the storage of a source
     Leaf      a source that is saved
     Made      a source that is a function's result: the function, and `View`s of its inputs
-    Tracker   knows the sources of the storages that are alive during a forward
 
-Tensors are recognised by their storage and version: views need no recipe of their own, and a write
-ends a recipe. A tracker holds no tensor that autograd does not: after the forward only autograd's
-saved tensors hold recipes, and none outlives the graph.
+A recipe is known by the node of autograd's graph that made a tensor (`origins`: fused norms, and
+the layers that `fuse` lets read them), or by a tensor's storage (`tracker`: any function of a
+forward). A reader asks both, and saves a `Stored`.
+
+**How a chain runs in backward.** Autograd unpacks a `Stored`, which reads its view, which asks its
+source for a value. A `Made` reads its inputs, which may be `Made` themselves, and calls `again`
+with them; a value stays for the readers that this backward has left. So the functions of a chain
+run one by one, the deepest first. A kernel that computes several of them at once belongs in
+`KERNELS`: it gets the last `Made` of a chain, looks at `again` of it and of the sources of its
+`inputs`, reads the inputs of the whole chain, and returns the results, or None for a chain that it
+does not know.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from fusedckpt.autograd.private import (
-    at_end_of_backward,
-    backward_id,
-    num_function_modes,
-    storage_key,
-)
+from fusedckpt.autograd import private
+from fusedckpt.autograd.private import at_end_of_backward, backward_id, storage_key
 
-# the longest chain of functions that backward runs again
-LIMIT = 12
-# inputs of a function that are saved for its recipe alone may take this share of its results
-SHARE = 4
-# a result so many times smaller than an input is saved
-SMALLER = 16
-# storages that a tracker knows before it forgets those that are gone
-_MANY = 64
+# a hook that counts a saved tensor, None where nothing counts
+Count = Callable[[Tensor], Any] | None
 
 
 class Leaf:
     """A tensor that is saved; reading it raises if it was modified since."""
 
     depth = 0
+    name = "saved"
 
-    def __init__(self, tensor: Tensor, count: Callable[[Tensor], Any] | None):
+    def __init__(self, tensor: Tensor):
         # shares the version of the tensor, but not its graph
-        self._tensor = tensor.detach()
-        self._count = count
-        self.version = tensor._version
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version_of(tensor)
 
     def is_current(self) -> bool:
         """Whether the tensor is as it was."""
-        return self._tensor._version == self.version
+        return version_of(self._tensor) == self.version
 
     def value(self, place: int) -> Tensor:
         """Return the tensor."""
@@ -84,11 +74,15 @@ class Leaf:
             )
         return self._tensor
 
-    def add_reader(self) -> None:
-        """Count the tensor, once, for hooks that count saved tensors."""
-        count, self._count = self._count, None
+    def add_reader(self, count: Count) -> None:
+        """Count the tensor for a hook that counts saved tensors."""
         if count is not None:
             count(self._tensor)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was written, 0 for one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class ResultLayout(NamedTuple):
@@ -100,26 +94,32 @@ class ResultLayout(NamedTuple):
 
 
 class Made:
-    """The results of a cheap function of other sources."""
+    """The results of a cheap function of other sources.
+
+    name: the function's, for reports; again: returns the results for the inputs' values, and holds
+    no tensor; inputs: how to read these.
+    """
 
     def __init__(
-        self, again: Callable[..., Any], inputs: Sequence[View], results: Sequence[Tensor]
+        self,
+        name: str,
+        again: Callable[..., Any],
+        inputs: Sequence[View],
+        results: Sequence[Tensor],
     ):
-        # returns the results for the inputs' values; must not hold a tensor
-        self.again = again
-        self.inputs = inputs
+        self.name, self.again, self.inputs = name, again, inputs
         self.layouts = [ResultLayout(t.shape, t.stride(), t.dtype) for t in results]
-        self.depth = 1 + max((view.source.depth for view in inputs), default=0)
+        self.depth = 1 + max([view.source.depth for view in inputs], default=0)
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
         self._left = 0
-        self._values: list[Tensor] | None = None
+        self._values: Sequence[Tensor] | None = None
 
-    def add_reader(self) -> None:
+    def add_reader(self, count: Count) -> None:
         """Count a reader; the first one makes this a reader of its inputs."""
         if not self.num_readers:
             for view in self.inputs:
-                view.source.add_reader()
+                view.source.add_reader(count)
         self.num_readers += 1
         self._left += 1
 
@@ -131,8 +131,7 @@ class Made:
         """Return a result; it stays for the readers that are left in this backward."""
         values = self._values
         if values is None:
-            results = tensors_in(self.again(*[view.read() for view in self.inputs]))
-            values = [_laid_out(*pair) for pair in zip(results, self.layouts, strict=True)]
+            values = [_laid_out(*pair) for pair in zip(self._run(), self.layouts, strict=True)]
         self._left -= 1
         if self._left > 0 and backward_id() != -1:
             if self._values is None:
@@ -143,9 +142,23 @@ class Made:
             self.forget()
         return values[place]
 
+    def _run(self) -> Sequence[Tensor]:
+        """Return new results: those of a kernel for the end of this chain, or of its function."""
+        for kernel in KERNELS:
+            results = kernel(self)
+            if results is not None:
+                return results
+        return tensors_in(self.again(*[view.read() for view in self.inputs]))
+
     def forget(self) -> None:
         """Free the results."""
         self._left, self._values = self.num_readers, None
+
+
+# kernels for several functions of a chain. Each returns the results of the chain's last recipe, or
+# None. It may pass over the value of a recipe only if that has one reader, and reads each other
+# input of the chain by `View.read` once
+KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
 
 
 def _forget(reference: weakref.ref[Made]) -> None:
@@ -185,20 +198,42 @@ class View(NamedTuple):
         return value.as_strided(self.size, self.stride, self.offset)
 
 
-def _view(source: Leaf | Made, place: int, tensor: Tensor) -> View:
-    offset = int(tensor.storage_offset())
-    return View(source, place, tensor.shape, tensor.stride(), offset)
+def view_in(source: Leaf | Made, tensor: Tensor, place: int = 0) -> View:
+    """Return how to read a tensor in the storage of a source."""
+    return View(source, place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+
+def view_of_leaf(tensor: Tensor) -> View:
+    """Return how to read a tensor that is saved."""
+    return view_in(Leaf(tensor), tensor)
+
+
+def cast(view: View, tensor: Tensor, to: Tensor) -> View:
+    """Return how to read `to`, a copy in its dtype of a tensor that a view reads."""
+    if to.dtype == tensor.dtype:
+        return view
+    return view_in(Made("to", partial(_to, to.dtype), [view], [to]), to)
+
+
+def _to(dtype: torch.dtype, value: Tensor) -> Tensor:
+    return value.to(dtype)
 
 
 class Stored:
     """The object that autograd saves in place of a tensor."""
 
-    def __init__(self, tensor: Tensor | None, view: View | None = None):
-        # until the tracker has resolved it
-        self.tensor = None if tensor is None else tensor.detach()
+    __slots__ = ("alive", "view")
+
+    def __init__(self) -> None:
+        self.view: View | None = None
+        # a recipe that lives as long as this, for readers to come
+        self.alive: Made | None = None
+
+    def save(self, view: View, count: Count) -> Stored:
+        """Let this read a view."""
+        view.source.add_reader(count)
         self.view = view
-        if view is not None:
-            view.source.add_reader()
+        return self
 
     def read(self) -> Tensor:
         """Return the tensor."""
@@ -207,155 +242,35 @@ class Stored:
             return self.view.read()
 
 
-class _Known(NamedTuple):
-    """The source of a storage's content."""
-
-    # the storage, which lives as long as its tensors do
-    storage: StorageWeakRef
-    # the version and dtype of the tensor that had the content
-    version: int
-    dtype: torch.dtype
-    # the function that made it; None: autograd saves the storage itself
-    made: Made | None
-    # its place among the function's results
-    place: int
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Whether the content is that of a tensor over this storage."""
-        is_same = (self.version, self.dtype) == (tensor._version, tensor.dtype)
-        return is_same and not self.storage.expired()
+def unpack(stored: Stored) -> Tensor:
+    """Return the tensor that an object replaces."""
+    # compiled autograd cannot trace a look at versions
+    return _uncompiled(stored) if torch.compiler.is_compiling() else stored.read()
 
 
-class Tracker:
-    """The sources of the tensors of one forward.
+@private.breaks_graph
+def _uncompiled(stored: Stored) -> Tensor:
+    return stored.read()
 
-    count: called with each tensor that is saved, for hooks that count saved tensors.
+
+def saving(view: View, x: Tensor, count: Count, run: Callable[[], Any]) -> Any:
+    """Return run(), which saves a view in place of x, and other tensors as they are.
+
+    count: called with the tensors that are saved for it.
     """
+    # autograd keeps the pack hook as long as the saved tensors: it must not hold x
+    key, dtype = key_of(x), x.dtype
 
-    def __init__(self, count: Callable[[Tensor], Any] | None = None):
-        self.count = count
-        self._made: dict[int, _Known] = {}
-        self._saved: dict[int, _Known] = {}
-        self._room = _MANY
-        self._leaves: weakref.WeakValueDictionary[Any, Leaf] = weakref.WeakValueDictionary()
+    def pack(tensor: Tensor) -> Stored:
+        if key_of(tensor) == key and tensor.dtype == dtype:
+            return Stored().save(view_in(view.source, tensor, view.place), count)
+        if count is not None:
+            # before it loses its graph, by which a view of a parameter is known
+            count(tensor)
+        return Stored().save(view_of_leaf(tensor), None)
 
-    def find(self, tensor: Tensor) -> View | None:
-        """Return how to read a tensor that is saved by now, or has a recipe."""
-        key = key_of(tensor)
-        saved = self._saved.get(key)
-        if saved is not None and saved.is_of(tensor):
-            return _view(self._leaf(tensor), 0, tensor)
-        known = self._made.get(key)
-        if known is None or known.made is None or not known.is_of(tensor):
-            return None
-        return _view(known.made, known.place, tensor)
-
-    def view_of(self, tensor: Tensor) -> View | None:
-        """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
-        view = self.find(tensor)
-        if view is None or isinstance(view.source, Leaf) or view.source.depth > LIMIT:
-            return None
-        return view if view.source.is_current() else None
-
-    def note_saved(self, tensor: Tensor) -> None:
-        """Note that autograd saves a tensor, as it is."""
-        storage = tensor.untyped_storage()
-        reference = StorageWeakRef(storage)
-        self._saved[storage_key(storage)] = _Known(
-            reference, tensor._version, tensor.dtype, None, 0
-        )
-
-    def note_made(
-        self,
-        again: Callable[..., Any],
-        inputs: Sequence[Tensor],
-        results: Sequence[Tensor],
-        overwritten: View | None = None,
-    ) -> None:
-        """Note the recipe of results, `again(*inputs)`, if every input can be read in backward.
-
-        overwritten: how to read the first input, where the function wrote the result over it.
-        """
-        # a part of a storage cannot be made again with its strides
-        if any(t.untyped_storage().nbytes() != t.nbytes for t in results):
-            return
-        written = {key_of(t) for t in results}
-        size = sum(t.nbytes for t in results)
-        if any(x.nbytes > size * SMALLER for x in inputs):
-            return
-        room = size // SHARE
-        views: list[View] = [] if overwritten is None else [overwritten]
-        for x in inputs[len(views) :]:
-            if key_of(x) in written:
-                return
-            view = None if _is_parameter(x) else self.find(x)
-            if view is None:
-                room -= x.nbytes
-                if room < 0:
-                    return
-                # a copy, as code may write to a tensor that autograd does not save, and a parameter
-                # may be whole in its module's forward and backward alone
-                copy = x.detach().clone()
-                view = _view(Leaf(copy, self.count), 0, copy)
-            views.append(view)
-        made = Made(again, views, results)
-        for place, t in enumerate(results):
-            storage = t.untyped_storage()
-            reference = StorageWeakRef(storage)
-            self._made[storage_key(storage)] = _Known(reference, t._version, t.dtype, made, place)
-        if len(self._made) + len(self._saved) > self._room:
-            self._trim()
-
-    def _trim(self) -> None:
-        """Forget storages that are gone, once as many are known as twice those that were left."""
-        for known in (self._made, self._saved):
-            for key in [key for key, one in known.items() if one.storage.expired()]:
-                del known[key]
-        self._room = max(_MANY, 2 * (len(self._made) + len(self._saved)))
-
-    def resolve(self, fresh: Iterable[Stored]) -> None:
-        """Let autograd save recipes in place of tensors, where there are any."""
-        for saved in fresh:
-            tensor, saved.tensor = saved.tensor, None
-            assert tensor is not None
-            view = self.view_of(tensor)
-            if view is None:
-                self.note_saved(tensor)
-                view = _view(self._leaf(tensor), 0, tensor)
-            view.source.add_reader()
-            saved.view = view
-
-    def _leaf(self, tensor: Tensor) -> Leaf:
-        """Return the leaf of a storage: the same one for all that read it."""
-        key = key_of(tensor), tensor.dtype
-        leaf = self._leaves.get(key)
-        if leaf is None or leaf.version != tensor._version:
-            self._leaves[key] = leaf = Leaf(tensor, self.count)
-        return leaf
-
-
-def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-
-
-# the tracker of the forward that runs in this context
-_active: ContextVar[Tracker | None] = ContextVar("tracker", default=None)
-active = _active.get
-
-
-@contextmanager
-def tracking(tracker: Tracker) -> Iterator[None]:
-    """Let fused layers that are called inside know the tracker of the forward."""
-    token = _active.set(tracker)
-    try:
-        yield
-    finally:
-        _active.reset(token)
-
-
-def num_other_modes() -> int:
-    """Return the number of function modes around a call, but for the one of a tracker."""
-    return max(0, num_function_modes() - (_active.get() is not None))
+    with saved_tensors_hooks(pack, unpack):
+        return run()
 
 
 def key_of(tensor: Tensor) -> int:

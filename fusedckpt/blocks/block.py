@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, levels, recipes
+from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import Phase
 from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.blocks import compiled, derive, eager, norm_sharing, ops, run
+from fusedckpt.autograd.tracker import active
+from fusedckpt.blocks import compiled, derive, eager, ops, reader, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
@@ -118,19 +119,11 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
     if call.num_seeds:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
     read = x if call.read is None else x.to(call.read)
-    share = None
-    if phase is None and call.shares and hasattr(norm_sharing.whole_of(x).grad_fn, "source"):
-        share = norm_sharing.apply
-    elif phase is None and call.is_norm and x.grad_fn is not None:
-        share = norm_sharing.apply_norm
     function = partial(Block.apply, call, phase)
-    tracker = recipes.active() if phase is None else None
-    if tracker is not None:
-        y = norm_sharing.apply_tracked(tracker, function, share, call, x, read, tensors)
-    elif share is None:
-        y = function(read, *tensors)
+    if phase is None and (x.grad_fn is not None or active() is not None):
+        y = reader.apply(function, call, x, read, tensors)
     else:
-        y = share(function, x, read, *tensors)
+        y = function(read, *tensors)
     return x + y if call.adds_after else y
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import arguments
+from fusedckpt.autograd import arguments, origins
 from fusedckpt.autograd.private import number_of, pytree
 from fusedckpt.checkpointing.module_calls import is_recomputing
-from fusedckpt.checkpointing.segment import NODE_KEY, Segment
+from fusedckpt.checkpointing.segment import Segment
 
 
 def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
@@ -78,8 +78,8 @@ def _in_order(nodes: list[Any]) -> Any:
     heapq.heapify(queue)
     while queue:
         _, _, node = heapq.heappop(queue)
-        known = node.metadata.get(NODE_KEY)
-        if known is not None and (segment := known()) is not None:
+        segment = origins.segment_of(node)
+        if segment is not None:
             yield segment
         for after, _ in node.next_functions:
             # leaves have none, and come first of all

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import origins, phases, private
 from fusedckpt.autograd.phases import Likes, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
@@ -42,9 +42,6 @@ from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import Keeper
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
-
-# where the node of autograd's graph that made an output refers to its segment
-NODE_KEY = "fusedckpt segment"
 
 
 class Segment(Trace, Keeper):
@@ -116,8 +113,7 @@ class Segment(Trace, Keeper):
         if self.offloaded is None:
             return Argument(tensor)
         node: Any = tensor.grad_fn
-        known = None if node is None else node.metadata.get(NODE_KEY)
-        segment = None if known is None else known()
+        segment = None if node is None else origins.segment_of(node)
         return self.offloaded.save(tensor, None if segment is None else segment.offloaded)
 
     def hold_late(self, tensor: Tensor) -> LateArgument:
@@ -146,7 +142,7 @@ class Segment(Trace, Keeper):
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None and id(leaf) not in known:
-                node.metadata[NODE_KEY] = weakref.ref(self)
+                origins.mark_segment(node, self)
 
     def pack_output(self, place: int, output: Tensor) -> Packed:
         """Return the stand-in for an output at a place, for which a recompute runs to its end."""

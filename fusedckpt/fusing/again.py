@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.fusing import sharing
-from fusedckpt.fusing.sharing import recipe_of
 from fusedckpt.fusing.state import State
 from fusedckpt.fusing.written import is_constant
 
@@ -89,8 +88,7 @@ def recomputed(
         save_regions=regions,
         debug="samples",
     )
-    recipe = recipe_of(x)
-    return run() if recipe is None else sharing.read(recipe, x, lambda _: run())
+    return sharing.reading(x, run)
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -26,13 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private
-from fusedckpt.autograd.dispatch import autocast_dtype
+from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.blocks.head import LEVELS
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.reasons import called_by
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.sharing import cast_by
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
-from fusedckpt.blocks import compiled, norm_sharing
+from fusedckpt.blocks import compiled, reader
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, Options
 from fusedckpt.fusing import sharing
-from fusedckpt.fusing.activations import SharedActivation
 from fusedckpt.fusing.again import needs_gradient, recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
 from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, tensors_of
-from fusedckpt.fusing.sharing import SharedLinear, recipe_of
+from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, view_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -204,7 +203,7 @@ def normalised(
         y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
     if match.casts_back and y.dtype != x.dtype:
         return y.to(x.dtype)
-    return norm_sharing.remember(module, y, weight, bias)
+    return reader.note_norm(module, y, weight, bias)
 
 
 class FusedMLP(Swapped):
@@ -295,7 +294,7 @@ def _shares(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear and its activation are layers that save a recipe of this input."""
     kinds = [type(layer) for layer in module._modules.values()]
     are_all = (any(issubclass(k, ours) for k in kinds) for ours in (SharedLinear, SharedActivation))
-    return len(kinds) > 1 and all(are_all) and recipe_of(x) is not None
+    return len(kinds) > 1 and all(are_all) and view_of(x) is not None
 
 
 def of_chunks(chunks: int | None) -> list[str]:

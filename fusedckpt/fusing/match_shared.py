@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.activations import Purity, SharedActivation, purity_of
 from fusedckpt.fusing.forwards import FusedNorm, Swap
 from fusedckpt.fusing.fuse_report import join
 from fusedckpt.fusing.held import MARK, Block
 from fusedckpt.fusing.layouts import is_activation
-from fusedckpt.fusing.matcher import state_key
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.sharing import SharedLinear, SharedProduct, SharedReader
+from fusedckpt.fusing.sharing import (
+    SharedActivation,
+    SharedLinear,
+    SharedProduct,
+    SharedReader,
+)
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -38,41 +39,20 @@ def find_shared(search: Search) -> None:
         # its blocks are told by the classes of its layers
         seen.update(one.children() if issubclass(swap.to, Sequential) else ())
     swaps: dict[str, Swap] = {}
-    pure: dict[Hashable, Purity] = {}
     for name, module in modules.items():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
             seen.update(module.modules())
         if module in seen or module._modules or not search.may_share(name):
             continue
-        if (ours := _shared(module)) is None:
-            if reasons.acts(module) and (reason := purity_of(module).reason) is not None:
-                _name_impure(search, name, module, reason)
-            continue
-        attributes: dict[str, Any] = {}
-        if ours is SharedLinear:
-            attributes["_fusedckpt_save"] = search.save
-        if ours is SharedActivation:
-            key = state_key(module)
-            purity = pure[key] if key in pure else pure.setdefault(key, purity_of(module))
-            if purity.reason is not None:
-                _name_impure(search, name, module, purity.reason)
-                continue
-            attributes["_fusedckpt_purity"] = purity
-        swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
+        if (ours := _shared(module)) is not None:
+            attributes = {"_fusedckpt_save": search.save} if ours is SharedLinear else {}
+            swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
     if not any(issubclass(swap.to, SharedProduct) for swap in swaps.values()):
         return
     report.shared.update((name, type(modules[name]).__name__) for name in swaps)
     for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], swaps)]:
         del report.left[name], report.kinds[name], report.classes[name]
     search.swaps += [(modules[name], swap) for name, swap in swaps.items()]
-
-
-def _name_impure(search: Search, name: str, module: nn.Module, reason: NotFused) -> None:
-    """Say that the layer that calls an activation is left because of it."""
-    layer, _, child = name.rpartition(".")
-    if layer in search.report.left:
-        about = child, type(module).__name__, reason
-        search.report.left[layer] = NotFused("activation", about)
 
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:

@@ -13,21 +13,21 @@ no less, runs as ever.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels, phases
-from fusedckpt.autograd.backward import Versioned, versions_of
+from fusedckpt.autograd import dispatch, levels, origins, phases
 from fusedckpt.autograd.private import pytree
-from fusedckpt.blocks.norm_sharing import OUTPUT, Output
+from fusedckpt.autograd.recipes import Made, view_of_leaf
 from fusedckpt.checkpointing.attention import LINEAR, NAME
-from fusedckpt.checkpointing.calls import ATOMS, objects_in
+from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
-from fusedckpt.checkpointing.segment import NODE_KEY
+from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing.again import needs_gradient, recomputed
 from fusedckpt.fusing.forwards import Swapped
 from fusedckpt.fusing.held import Block, broken
@@ -134,7 +134,7 @@ class Recomputed(Swapped):
         results = [one for one in pytree.tree_leaves(y) if isinstance(one, Tensor)]
         for place, one in enumerate(results):
             node: Any = one.grad_fn
-            segment = node and node.metadata.get(NODE_KEY, lambda: None)()
+            segment = node and origins.segment_of(node)
             if not segment:
                 continue
             again = [record.name for record in segment.records if record.outputs is None]
@@ -155,9 +155,25 @@ class Recomputed(Swapped):
                 fallbacks.note(self, found)
             elif not (way[0] or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
-                given = Versioned(*self.parameters())
-                node.metadata[OUTPUT] = Output(weakref.ref(segment), place, given, versions_of(one))
+                source = partial(_made_again, weakref.ref(segment), place)
+                origins.note(one, origins.MODULE, source, *self.parameters())
             return
+
+
+def _made_again(
+    reference: weakref.ref[Segment], place: int, y: Tensor, parameters: Sequence[Any]
+) -> Made | None:
+    """Return the recipe of an output: the run of its module in backward, which makes it, too."""
+    segment = reference()
+    if segment is None:
+        return None
+    output = partial(_output, segment, segment.pack_output(place, y))
+    # the module's own backward, which checks parameters, may be over
+    return Made("module", output, [view_of_leaf(p) for p in parameters], [y])
+
+
+def _output(segment: Segment, packed: Packed, *_: Tensor) -> Tensor:
+    return segment.unpack(packed)
 
 
 def _is_plain(x: Any) -> bool:

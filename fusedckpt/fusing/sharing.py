@@ -6,153 +6,60 @@ activation's: an MLP written inside a layer's forward saves only the input of it
 recomputed when backward reads them, each once: a value that a later node of the backward needs too
 stays until then.
 
-The layer's own forward runs, on the same tensors; hooks on saved tensors do the rest. A module that
-reads anything else runs as it did.
+The layer's own forward runs, on the same tensors; hooks on saved tensors do the rest. Functions
+that an activation calls save recipes as in `recipe_mode`; those that draw random numbers, or that
+are not known, save what they always saved. A module that reads anything else runs as it did.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, private
-from fusedckpt.autograd.backward import Versioned, versions_of
-from fusedckpt.autograd.dispatch import autocast_dtype
-from fusedckpt.blocks import norm_sharing
-from fusedckpt.blocks.norm_sharing import Recipe
-
-# where a node has its note, and its recipe
-_NOTE, _RECIPE = "fusedckpt note", "fusedckpt recipe"
-# nodes of casts, and of views as rows
-_RESHAPES = ("ToCopyBackward0", "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")
+from fusedckpt.autograd import dispatch, origins, private, recipes
+from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
+from fusedckpt.autograd.origins import ACTIVATION, LINEAR, NORM
+from fusedckpt.autograd.phases import uncounted
+from fusedckpt.autograd.recipes import Leaf, Made, View, view_of_leaf
+from fusedckpt.autograd.tracker import Tracker, active
+from fusedckpt.fusing.recipe_mode import every_function
 
 
-class Note(NamedTuple):
-    """How a layer made a node's result."""
-
-    # makes it again from the value of the parent and the tensors, None for one that is saved itself
-    again: Callable[..., Tensor] | None
-    # a weak reference to the recipe of the layer's input, which goes when backward has read it
-    parent: Any
-    # the parameters that the layer read
-    tensors: tuple[Any, ...]
-    # the layer: "linear" or "activation"
-    makes: str
-    # versions of the result
-    versions: tuple[int, ...]
-
-
-class _Kept:
-    """The object saved in place of a tensor: a recipe and a dtype, or the tensor itself.
-
-    alive: a recipe that lives as long as this.
-    """
-
-    def __init__(self, recipe: Recipe | None, like: Tensor, alive: Recipe):
-        self.recipe, self.alive = recipe, alive
-        self.dtype, self.shape = like.dtype, like.shape
-        # an output packed as it is would hold its own node
-        self.own = None if recipe is not None else Versioned(like.detach())
-
-    def read(self) -> Tensor:
-        """Return the tensor."""
-        if self.recipe is None:
-            (tensor,) = self.own.read()  # type: ignore[union-attr]  # where there is no recipe
-            assert tensor is not None
-            return tensor
-        return self.recipe.read().to(self.dtype).view(self.shape)
-
-
-def recipe_of(x: Any, *makers: str) -> Recipe | None:
-    """Return how to recompute x where a fused norm or one of `makers` made it, None otherwise."""
-    if torch.compiler.is_compiling() or not isinstance(x, Tensor) or x.grad_fn is None:
+def view_of(x: Any, *makers: str) -> View | None:
+    """Return how to read a result of a fused norm, or of other makers; None for other tensors."""
+    if torch.compiler.is_compiling():
         return None
-    whole = norm_sharing.whole_of(x)
-    node: Any = whole.grad_fn
-    if hasattr(node, "source") and (whole is x or not private.hooks_of(x)):
-        tensors = norm_sharing.made_from(whole)
-        return None if tensors is None else _remembered(node, node.source.again, None, tensors)
-    note: Note | None = node.metadata.get(_NOTE)
-    if note is None or note.makes not in makers or private.hooks_of(x):
-        return None
-    parent = note.parent()
-    if parent is None or note.versions != versions_of(x) or not torch.is_grad_enabled():
-        return None
-    if note.again is None:
-        return _remembered(node, lambda value: value, None, [x.detach()])
-    return _remembered(node, note.again, parent, note.tensors)
+    view = origins.view_of(x, NORM, *makers)
+    tracker = active()
+    if view is None or tracker is None:
+        return view
+    # the same recipe as functions read
+    return tracker.view_of(x) or view
 
 
-def _remembered(node: Any, *how: Any) -> Recipe:
-    """Return a node's recipe: the same one for all readers, as long as one is there."""
-    known = node.metadata.get(_RECIPE)
-    recipe = None if known is None else known()
-    if recipe is None:
-        recipe = Recipe(*how)
-        node.metadata[_RECIPE] = weakref.ref(recipe)
-    return recipe
+def reading(x: Tensor, run: Callable[[], Any]) -> Any:
+    """Return run(), which saves its argument x, or the recipe of x, if there is one."""
+    tracker = None if torch.compiler.is_compiling() else active()
+    view = view_of(x) if tracker is None else tracker.view_of(x) or view_of(x)
+    if view is not None:
+        return _saving(view, x, run)
+    y = run()
+    if tracker is not None:
+        tracker.note(x, None)
+    return y
 
 
-def read(recipe: Recipe, x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return run(x), which saves the recipe in place of x."""
-    with norm_sharing.uncounted() as count:
+def _saving(view: View, x: Tensor, run: Callable[[], Any]) -> Any:
+    with uncounted() as count:
         if private.top_hooks() is not None or not x.is_contiguous():
-            return run(x)
-        # autograd keeps the pack hook as long as the saved tensor: it must not hold x
-        storage, numel = private.storage_key(x.untyped_storage()), x.numel()
-        node: Any = norm_sharing.whole_of(x).grad_fn
-        maker = weakref.ref(node) if hasattr(node, "source") else _nothing
-
-        def pack(tensor: Tensor) -> _Kept:
-            is_x = private.storage_key(tensor.untyped_storage()) == storage
-            is_x = is_x or (tensor._version == 0 and _is_cast(tensor, maker()))
-            is_x = is_x and tensor.numel() == numel and tensor.is_contiguous()
-            if is_x:
-                recipe.added()
-            if count is not None:
-                for kept in recipe.tensors if is_x else [tensor]:
-                    count(kept)
-            return _Kept(recipe if is_x else None, tensor, recipe)
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, norm_sharing.unpack):
-            return run(x)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _is_cast(tensor: Tensor, maker: Any) -> bool:
-    """Whether a tensor is a copy of a node's result in another dtype, in any shape."""
-    node = tensor.grad_fn
-    while node is not None and node is not maker and node.name() in _RESHAPES:
-        node = node.next_functions[0][0]
-    return node is not None and node is maker
-
-
-def note_maker(
-    layer: nn.Module,
-    y: Tensor,
-    recipe: Recipe,
-    again: Callable[..., Tensor] | None,
-    makes: str,
-    *given: Any,
-) -> None:
-    """Note on y's node how a layer made it: `again` of the recipe's value, and the tensors given.
-
-    None for a result that is saved itself; makes: "linear" or "activation".
-    """
-    # hooks may gather a layer's weights for the call alone
-    if y.grad_fn is not None and not dispatch.has_hooks(layer):
-        node: Any = y.grad_fn
-        node.metadata[_NOTE] = Note(again, weakref.ref(recipe), given, makes, versions_of(y))
+            return run()
+        return recipes.saving(view, x, count, run)
 
 
 class Shared(nn.Module):
@@ -160,19 +67,19 @@ class Shared(nn.Module):
 
     # its name and repr stay as they were
     _fusedckpt_prefix = ""
-    # the makers of the inputs that it saves recipes of
+    # the makers of the inputs that it saves recipes of, beside norms
     _fusedckpt_reads: tuple[str, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward; save the recipe of the input, if that is known."""
         forward = super().forward
-        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
-            recipe = recipe_of(args[0], *self._fusedckpt_reads)
-            if recipe is not None and not dispatch.is_recorded(args[0]):
-                return self._shared(args[0], recipe, forward)
+        if len(args) == 1 and not kwargs:
+            view = view_of(args[0], *self._fusedckpt_reads)
+            if view is not None and not dispatch.is_recorded(args[0]):
+                return self._shared(args[0], view, forward)
         return forward(*args, **kwargs)
 
-    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         raise NotImplementedError
 
     def __prepare_scriptable__(self) -> Any:
@@ -183,22 +90,25 @@ class Shared(nn.Module):
 class SharedProduct(Shared):
     """Forward of a layer that multiplies its input by a weight of its own."""
 
-    _fusedckpt_reads = ("activation",)
+    _fusedckpt_reads = (ACTIVATION,)
 
-    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
+    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         to = autocast_dtype(x.device)
         # as autocast does, on a tensor that is known
-        return read(recipe, x if to is None or x.dtype == torch.float64 else x.to(to), forward)
+        read = x if to is None or x.dtype == torch.float64 else x.to(to)
+        return _saving(recipes.cast(view, x, read), read, partial(forward, read))
 
 
 class SharedReader(SharedProduct):
     """Forward of a module with a weight of its own, such as a router of experts.
 
-    It may cast its input, and saves other tensors as ever.
+    It may cast its input, or call other functions, which save recipes, too.
     """
 
-    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Any:
-        return read(recipe, x, forward)
+    _fusedckpt_reads = ()
+
+    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+        return _with_functions(self, x, view, forward)[0]
 
 
 class SharedLinear(SharedProduct):
@@ -206,25 +116,88 @@ class SharedLinear(SharedProduct):
 
     _fusedckpt_save: str
 
-    def _shared(self, x: Tensor, recipe: Recipe, forward: Callable[..., Tensor]) -> Tensor:
-        y = super()._shared(x, recipe, forward)
+    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+        y = super()._shared(x, view, forward)
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        if weight is None:
-            # hooks compute it, as those of weight_norm do
+        # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
+        if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
             return y
-        again = partial(_linear, y.dtype) if self._fusedckpt_save == "inputs" else None
-        note_maker(self, y, recipe, again, "linear", weight, bias)
+        if self._fusedckpt_save == "inputs":
+            parent = weakref.ref(view.source), view[1:]
+            origins.note(y, LINEAR, partial(_linear_of, parent, y.dtype), weight, bias)
+        else:
+            origins.note(y, LINEAR, _itself)
         return y
 
 
-def cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Let autocast cast to a dtype, or, for None, not at all."""
-    if autocast_dtype(device) == to:
-        return nullcontext()
-    return torch.autocast(device.type, to, enabled=to is not None)
+def _itself(y: Tensor, _: Sequence[Any]) -> Leaf:
+    return Leaf(y)
 
 
-def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_of(
+    parent: tuple[Any, tuple[Any, ...]],
+    dtype: torch.dtype,
+    y: Tensor,
+    parameters: Sequence[Tensor | None],
+) -> Made | None:
+    """Return the recipe of a linear's result, if that of its input is alive."""
+    reference, layout = parent
+    source = reference()
+    if source is None:
+        return None
+    weight, bias = parameters
+    assert weight is not None
+    inputs = [View(source, *layout), view_of_leaf(weight)]
+    if bias is not None:
+        # with recipes of functions, as they are copied: eager does not save it
+        inputs.append(view_of_leaf(bias if active() is None else bias.detach().clone()))
+    return Made("linear", partial(_linear, dtype), inputs, [y])
+
+
+def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     with cast_by(x.device, None):
         bias = None if bias is None else bias.to(dtype)
         return F.linear(x.to(dtype), weight.to(dtype), bias)
+
+
+class SharedActivation(Shared):
+    """Forward of a function of single elements, which may have parameters and buffers."""
+
+    _fusedckpt_reads = (LINEAR,)
+
+    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+        y, made = _with_functions(self, x, view, forward)
+        # hooks may gather parameters for the call alone
+        if made is not None and not dispatch.has_hooks(self):
+            origins.note(y, ACTIVATION, partial(_alive, weakref.ref(made)))
+        return y
+
+
+def _with_functions(
+    module: nn.Module, x: Tensor, view: View, forward: Callable[..., Tensor]
+) -> tuple[Any, Made | None]:
+    """Return forward(x), whose functions save recipes, and the recipe of the result.
+
+    That lives as long as what the functions have saved; None where a tracker has it.
+    """
+    with uncounted() as count:
+        if private.top_hooks() is not None:
+            return forward(x), None
+        tracker = active()
+        if tracker is not None:
+            with tracker.knowing(x, view), every_function(tracker):
+                return forward(x), None
+        # without a limit: a linear, and functions before it, count, too
+        copies = dispatch.has_hooks(module)
+        tracker = Tracker(count, limit=1 << 10, copies_parameters=copies)
+        with tracker.knowing(x, view), every_function(tracker):
+            y = forward(x)
+        result = tracker.find(y) if isinstance(y, Tensor) else None
+        if result is None or tracker.saved is None or isinstance(result.source, Leaf):
+            return y, None
+        tracker.saved.alive = result.source
+        return y, result.source
+
+
+def _alive(reference: weakref.ref[Made], *_: Any) -> Made | None:
+    return reference()

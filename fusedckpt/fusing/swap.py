@@ -26,7 +26,7 @@ from fusedckpt.fusing.held import MARK, Original, Part, child_at
 from fusedckpt.fusing.match_mlps import blocks_of, feed_forward_of
 from fusedckpt.fusing.match_shared import find_shared, may_share
 from fusedckpt.fusing.matcher import Matcher, unfit
-from fusedckpt.fusing.recipe_mode import find_root
+from fusedckpt.fusing.recipe_root import find_root
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.tail import tail_of, tail_swap

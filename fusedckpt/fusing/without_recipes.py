@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from torch import nn
 
 from fusedckpt.autograd import private
-from fusedckpt.autograd.recipes import tracking
-from fusedckpt.fusing.recipe_mode import RecipeMode, WithRecipes
+from fusedckpt.autograd.tracker import tracking
+from fusedckpt.fusing.recipe_mode import RecipeMode
+from fusedckpt.fusing.recipe_root import WithRecipes
 
 
 def has_recipes(model: nn.Module) -> bool:
@@ -23,5 +24,5 @@ def without_recipes() -> Iterator[None]:
     if not isinstance(private.function_mode(), RecipeMode):
         yield
         return
-    with private.without_function_mode(), tracking(None):  # type: ignore[arg-type]  # none is active then
+    with private.without_function_mode(), tracking(None):
         yield

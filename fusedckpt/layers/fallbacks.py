@@ -83,7 +83,6 @@ WORDS = {
     ),
     "differs": ("{}", "report it as a bug, or pass verify=False to take it all the same"),
     "check dtype": ("it does not run in {}, the dtype of the check", "pass verify=False"),
-    "activation": ("{} is a {}: {}", "fusedckpt.checkpoint of the layer recomputes it"),
     # experts
     "experts": (
         "its weights of three dimensions are not gate_up_proj and down_proj of experts",

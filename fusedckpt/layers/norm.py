@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.blocks import compiled, eager, norm_sharing, validate
+from fusedckpt.blocks import compiled, eager, reader, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
@@ -59,7 +59,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
     call, phase, is_own = dispatch.decide(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)
-        return y if phase is not None else norm_sharing.remember(norm, y, weight, bias)
+        return y if phase is not None else reader.note_norm(norm, y, weight, bias)
     shape = options.normalized_shape
     if sharded.is_sharded(x):
         y = sharded.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)

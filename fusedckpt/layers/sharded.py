@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch
-from fusedckpt.autograd.backward import versions_of
+from fusedckpt.autograd import dispatch, origins, phases, private, recipes
 from fusedckpt.autograd.private import at_end_of_backward, raw_saved
-from fusedckpt.blocks.norm_sharing import Recipe, Source, made_from
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -177,8 +175,8 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     """
     tensors = library()
     mesh = sharding.mesh
-    made = made_from(x)
-    source = getattr(x.grad_fn, "source", None)
+    n = x
+    view = origins.view_of(n, origins.NORM)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -193,16 +191,18 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     whole = gathered.to_local(grad_placements=[tensors.Partial()])
     split = next((p for p in (*x.placements, sharding.output) if not p.is_replicate()), None)
     if split is None or not whole.requires_grad:
-        if made is not None and source is not None:
-            whole = _made_again(whole, source.again, *made)
+        if view is not None:
+            whole = _with_recipe(whole, recipes.cast(view, n, whole))
         return _summed(block(whole), sharding)
     if x.placements != (split,):
         rows_of_x = x.detach().redistribute(placements=[split]).to_local()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
-    y = block(_made_again(whole, rows.again, rows_of_x, None, None))
+    whole = _Whole.apply(whole, rows_of_x)
+    origins.note(whole, origins.ROWS, origins.of_first_saved("rows", rows.again))
+    y = block(whole)
     # whether the block saves rows and gathers its input again
     saved = raw_saved(y.grad_fn)
-    gathers = bool(saved) and isinstance(saved[0].data, Recipe)
+    gathers = bool(saved) and isinstance(saved[0].data, recipes.Stored)
     is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
     if not (gathers and sharding.output == split and is_like_x):
         return _summed(y, sharding)
@@ -248,15 +248,23 @@ def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[i
     return library().DTensor.from_local(local, mesh, placements, **options)
 
 
-def _made_again(
-    whole: Tensor, again: Callable[..., Tensor], rows: Any, weight: Any, bias: Any
-) -> Tensor:
-    """Return a tensor that its reader makes again from saved ones."""
-    whole = _Whole.apply(whole, rows)
-    node: Any = whole.grad_fn
-    if node is not None:
-        node.source = Source(again, weight, bias, versions_of(whole, weight, bias))
+def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
+    """Return a tensor of which a block that reads it saves a view, as long as its node has one."""
+    with phases.uncounted():
+        whole = _Whole.apply(whole, whole)
+        if private.top_hooks() is not None or not (raw := raw_saved(whole.grad_fn)):
+            return whole
+        stored = recipes.Stored()
+        # not as a reader: its node never reads it
+        stored.view = view
+        raw[0].register_hooks(lambda _: stored, recipes.unpack)
+    origins.note(whole, origins.ROWS, _first_source)
     return whole
+
+
+def _first_source(y: Tensor, _: Any) -> Any:
+    view = origins.saved_view(y.grad_fn)
+    return None if view is None else view.source
 
 
 class _Whole(torch.autograd.Function):

@@ -88,7 +88,6 @@ REASONS = {
     "adapter": (adapt, ("adapter", f"gate is a {LORA}")),
     "hook": (hook, ("hook", "up")),
     "forward": (replace_forward, ("hook", "up")),
-    "activation": (replace, ("child", "act")),
     "linear": (replace_linear, ("child", "up")),
     "class": (change_class, ("linear", ("down", "OtherLinear"))),
     "weight": (

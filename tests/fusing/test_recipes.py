@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import recipes
+from fusedckpt.autograd import recipes, tracker
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.fusing import recipe_mode, recipe_root
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 D, T, C = 16, 24, 6
@@ -368,7 +368,7 @@ def test_hooks():
     with torch.autograd.graph.save_on_cpu():
         same(step(ours, x)[1:2], step(eager, x)[1:2])
     assert "not in the last call: saved-tensor hooks of other code" in str(report)
-    assert not recipes.active()
+    assert not tracker.active()
 
 
 def test_no_grad_compile_and_transforms():
@@ -422,7 +422,7 @@ def test_a_model_that_is_a_block_and_back():
     assert [type(m) for m in twin.modules()] == kinds
     model, _ = net("encoder")
     ours = with_recipes(model)
-    assert isinstance(ours, recipe_mode.WithRecipes)
+    assert isinstance(ours, recipe_root.WithRecipes)
     assert type(ours).__name__ == "Sequential"
     fusedckpt.fuse(ours, recipes=True)
     fusedckpt.unfuse(ours)

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn, saved_bytes
 from torch import nn
-from torch.utils.checkpoint import CheckpointError
 
 import fusedckpt
-from fusedckpt.fusing.activations import purity_of
 
 T, D, WIDE = 5, 16, 48
 
@@ -267,14 +265,14 @@ def set_global(act, step):
 @pytest.mark.parametrize(
     ("act", "change"), [(Leaky, set_global), (lambda: Swish("class"), set_class)]
 )
-def test_state_that_no_recording_sees_raises(act, change):
-    _SLOPE[0] = 1.0
+def test_state_that_no_module_has(act, change):
     fused, eager, report = fused_and_eager(act())
     assert "act" in report.shared
-    with pytest.raises(CheckpointError, match="its recompute brings back other values"):
-        stepped(fused, change)
-    _SLOPE[0], Swish.floor = 1.0, 0.0
-    assert_same(*(stepped(model, lambda act, step: None) for model in (fused, eager)))
+    results = []
+    for model in (fused, eager):
+        _SLOPE[0], Swish.floor = 1.0, 0.0
+        results.append(stepped(model, change))
+    assert_same(*results)
 
 
 def test_a_parameter_that_is_frozen_before_backward():
@@ -293,37 +291,19 @@ def test_a_slope_that_is_annealed_still_saves_the_norms_input():
     fused, *_ = fused_and_eager(Swish())
     x = randn(T, D, dtype=torch.float64)
     for step in range(3):
-        # x is a leaf, which does not count; the activation's two numbers do
-        assert saved_bytes(lambda x: fused(x * 1, 1.0), [x]) == 8 * T * D
+        # x is a leaf, which does not count, as is the activation's parameter; a copied buffer does
+        assert saved_bytes(lambda x: fused(x * 1, 1.0), [x]) == 8 * T * D + 8
         fused.act.beta = 1.5 + step
 
 
-IMPURE = [
-    (Drop, "random"),
-    (Noisy, "random"),
-    (nn.RReLU, "random"),
-    (OwnGenerator, "state"),
-    (Python, "random"),
-    (Numpy, "counts"),
-    (Counter, "counts"),
-    (Steps, "sets"),
-    (Appends, "writes"),
-    (Tracks, "writes"),
-]
-
-
-@pytest.mark.parametrize(("act", "key"), IMPURE)
-def test_activations_that_run_once(act, key):
-    fused, eager, report = fused_and_eager(act())
-    assert "act" not in report.shared
-    assert purity_of(eager.act).reason.key == key
+@pytest.mark.parametrize(
+    "act",
+    [Drop, Noisy, nn.RReLU, OwnGenerator, Python, Numpy, Counter, Steps, Appends, Tracks],
+)
+def test_activations_that_another_run_would_change(act):
+    """Only torch's functions run again: random numbers and counters are those of the forward."""
+    fused, eager, _ = fused_and_eager(act())
     assert_same(*(stepped(model, lambda act, step: None) for model in (fused, eager)))
-
-
-@pytest.mark.parametrize("act", [Drop, Noisy, nn.RReLU])
-def test_the_report_names_the_activation(act):
-    *_, report = fused_and_eager(act())
-    assert report.left[""] == ("activation", ("act", act.__name__, ("random", "")))
 
 
 def test_an_attribute_that_turns_noise_on():

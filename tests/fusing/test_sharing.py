@@ -12,6 +12,7 @@ from torch.nn import functional as F_
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
+from fusedckpt.autograd.recipes import Made
 from fusedckpt.functional import experts
 from fusedckpt.memory import saved_tensors
 
@@ -98,15 +99,14 @@ def test_memory_is_as_counted_and_freed_by_backward():
     while not hasattr(fc2, "_raw_saved_mat1"):
         fc2 = fc2.next_functions[0][0]
     kept = fc2._raw_saved_mat1.data
-    assert kept.recipe is not None
-    recipes = [kept.recipe]
-    while recipes[-1].parent is not None:
-        recipes.append(recipes[-1].parent)
-    assert len(recipes) == 3
+    chain = [kept.view.source]
+    while isinstance(source := chain[-1].inputs[0].source, Made):
+        chain.append(source)
+    assert [made.name for made in chain] == ["gelu", "linear", "norm"]
     loss = y.square().sum()
     loss.backward(retain_graph=True)
-    # each value was recomputed once, and let go of after its last reader
-    assert all(recipe.value is None for recipe in recipes)
+    # each value was made once, and freed after its last reader
+    assert not any(made._values for made in chain)
 
 
 def test_one_gemm_is_recomputed():

@@ -9,7 +9,7 @@ import torch._dynamo.compiled_autograd
 from support import randn
 
 import fusedckpt
-from fusedckpt.blocks import norm_sharing
+from fusedckpt.autograd.recipes import Stored
 
 D, F = 6, 10
 NORMS = {
@@ -31,7 +31,7 @@ def rows():
 
 def shares(y):
     """Whether the layer that made y keeps its norm's input."""
-    return isinstance(y.grad_fn._raw_saved_tensors[0].data, norm_sharing.Recipe)
+    return isinstance(y.grad_fn._raw_saved_tensors[0].data, Stored)
 
 
 def grads(y, *wanted):

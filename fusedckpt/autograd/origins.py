@@ -1,0 +1,140 @@
+"""The notes that nodes of autograd's graph have: which module made a result, and how to again.
+
+No other file writes to a node. A note holds no tensor but parameters: a node outlives what it
+saves. So a recipe is made when its first reader asks, from what the node has saved by then, and
+lives as long as its readers.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd import private
+from fusedckpt.autograd.recipes import (
+    Leaf,
+    Made,
+    Stored,
+    View,
+    version_of,
+    view_in,
+    view_of_leaf,
+)
+
+_ORIGIN, _RECIPE, _SEGMENT = "fusedckpt origin", "fusedckpt recipe", "fusedckpt segment"
+# the makers of results
+NORM, ROWS, MODULE, LINEAR, ACTIVATION = "norm", "rows", "module", "linear", "activation"
+
+
+# returns the source of a node's result, given that and the parameters of its note; None where the
+# tensors that it is made from are gone. It holds no tensor
+Source = Callable[[Tensor, Sequence[Tensor | None]], Leaf | Made | None]
+
+
+class Origin(NamedTuple):
+    """How the result of a node is made again."""
+
+    # its maker: NORM, ROWS gathered from ranks, MODULE that runs again, LINEAR, ACTIVATION
+    maker: str
+    source: Source
+    # parameters that the recipe reads
+    tensors: tuple[Tensor | None, ...]
+    # the versions of the result and the parameters
+    versions: tuple[int, ...]
+
+
+def note(y: Tensor, maker: str, source: Source, *tensors: Tensor | None) -> None:
+    """Note how a result is made again; tensors: parameters that its recipe reads."""
+    node: Any = y.grad_fn
+    if node is not None:
+        node.metadata[_ORIGIN] = Origin(maker, source, tensors, _versions(y, tensors))
+
+
+def view_of(y: Any, *makers: str) -> View | None:
+    """Return how to read a result of one of some makers; None if it has to be saved.
+
+    It has to be if it was written since, as were parameters of its maker, or has hooks: these may
+    free or replace the parameters before backward reaches the maker.
+    """
+    if not isinstance(y, Tensor) or y.grad_fn is None:
+        return None
+    whole, notes = y, _notes(y)
+    if _ORIGIN not in notes and y._base is not None and y._base.dtype == y.dtype:
+        # a view of a result, such as its rows, has a node of its own
+        whole, notes = y._base, _notes(y._base)
+    origin: Origin | None = notes.get(_ORIGIN)
+    if origin is None or origin.maker not in makers or not torch.is_grad_enabled():
+        return None
+    if origin.versions != _versions(whole, origin.tensors):
+        return None
+    if private.hooks_of(y) or private.hooks_of(whole):
+        return None
+    reference = notes.get(_RECIPE)
+    source = None if reference is None else reference()
+    if source is None:
+        source = origin.source(whole, origin.tensors)
+        if source is None:
+            return None
+        # the same one for all readers, as long as there is one
+        notes[_RECIPE] = weakref.ref(source)
+    return view_in(source, y)
+
+
+def _notes(y: Tensor) -> dict[str, Any]:
+    node: Any = y.grad_fn
+    return {} if node is None else node.metadata
+
+
+def _versions(y: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple([0 if t is None else version_of(t) for t in (y, *tensors)])
+
+
+def of_first_saved(name: str, again: Callable[..., Tensor]) -> Source:
+    """Return the source `again(x, *tensors)`, x the first tensor that the node has saved."""
+
+    def source(y: Tensor, tensors: Sequence[Tensor | None]) -> Made | None:
+        x = saved_view(y.grad_fn)
+        if x is None:
+            return None
+        are_given = [t is not None for t in tensors]
+        leaves = [view_of_leaf(t) for t in tensors if t is not None]
+        return Made(name, partial(with_absent, again, are_given), [x, *leaves], [y])
+
+    return source
+
+
+def with_absent(
+    again: Callable[..., Tensor], are_given: Sequence[bool], x: Tensor, *tensors: Tensor
+) -> Tensor:
+    """Return again(x, *tensors), with None for those that are not given."""
+    remaining = iter(tensors)
+    return again(x, *[next(remaining) if is_given else None for is_given in are_given])
+
+
+def saved_view(node: Any) -> View | None:
+    """Return how to read the first tensor that a node has saved, None where it is freed."""
+    try:
+        (raw, *_) = private.raw_saved(node)
+        stored = raw.data
+        if isinstance(stored, Stored):
+            return stored.view
+        return view_of_leaf(node.saved_tensors[0])
+    except (RuntimeError, ValueError):
+        # the node has run already, has saved nothing, or x was changed in place
+        return None
+
+
+def mark_segment(node: Any, segment: Any) -> None:
+    """Note the checkpoint whose function returned a node's result."""
+    node.metadata[_SEGMENT] = weakref.ref(segment)
+
+
+def segment_of(node: Any) -> Any:
+    """Return the checkpoint whose function returned a node's result, None for none."""
+    reference = node.metadata.get(_SEGMENT)
+    return None if reference is None else reference()

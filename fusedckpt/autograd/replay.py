@@ -1,0 +1,67 @@
+"""A call of a torch function that backward makes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
+from fusedckpt.autograd.private import is_any_autocast_on
+
+# in place of a tensor
+_HOLE = object()
+
+
+class Replay:
+    """A call as a function of its tensors alone, under the autocast of the first call.
+
+    It holds no tensor of that. writes: the function writes over its first tensor, which is a copy
+    then. A kernel for chains knows the function by `func`, and options by `args` and `kwargs`.
+    """
+
+    __slots__ = ("args", "autocast", "device", "func", "kwargs", "writes")
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        device: torch.device,
+        writes: bool = False,
+    ):
+        self.func, self.device, self.writes = func, device, writes
+        # with holes for tensors
+        self.args = [_emptied(value) for value in args]
+        self.kwargs = {name: _emptied(value) for name, value in kwargs.items()} if kwargs else {}
+        self.autocast = autocast_dtype(device) if is_any_autocast_on() else None
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Call the function with other tensors."""
+        if self.writes:
+            tensors = tensors[0].clone(), *tensors[1:]
+        remaining = iter(tensors)
+        args = [_filled(value, remaining) for value in self.args]
+        kwargs = {name: _filled(value, remaining) for name, value in self.kwargs.items()}
+        with cast_by(self.device, self.autocast):
+            return self.func(*args, **kwargs)
+
+
+def _emptied(value: Any) -> Any:
+    """Return a value with holes for tensors."""
+    if isinstance(value, Tensor):
+        return _HOLE
+    if type(value) in (list, tuple):
+        return type(value)([_emptied(part) for part in value])
+    return value
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return a value with tensors in its holes."""
+    if value is _HOLE:
+        return next(tensors)
+    if type(value) in (list, tuple):
+        return type(value)([_filled(part, tensors) for part in value])
+    return value

@@ -1,0 +1,274 @@
+"""The sources of the tensors of one forward, by their storages.
+
+A result has a recipe if each input of its function has one, is saved by now, or is small. So a sum
+`x + f(x)` is made again where both parts are saved anyway, and is saved itself where they are not.
+Recipes chain, up to a limit: a longer chain would hold many values at once in backward, so its
+value is saved, and ends the chain.
+
+Tensors are recognised by their storage and version: views need no recipe of their own, and a write
+ends a recipe. A tracker holds no tensor that autograd does not: after the forward only autograd's
+saved tensors hold recipes, and none outlives the graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fusedckpt.autograd.private import num_function_modes, storage_key
+from fusedckpt.autograd.recipes import (
+    Count,
+    Leaf,
+    Made,
+    Stored,
+    View,
+    key_of,
+    view_in,
+    view_of_leaf,
+)
+
+# the longest chain of functions that backward runs again
+LIMIT = 12
+# inputs of a function that are saved for its recipe alone may take this share of its results
+SHARE = 4
+# a result so many times smaller than an input is saved
+SMALLER = 16
+# storages that a tracker knows before it forgets those that are gone
+_MANY = 64
+
+
+class _Known:
+    """The source of a storage's content."""
+
+    __slots__ = ("dtype", "leaf", "made", "place", "storage", "version")
+
+    def __init__(self, tensor: Tensor, made: Made | None, place: int):
+        # the storage, which lives as long as its tensors do: until this is forgotten, no other one
+        # has its address
+        self.storage = StorageWeakRef(tensor.untyped_storage())
+        # the version and dtype of the tensor that had the content
+        self.version = tensor._version
+        self.dtype = tensor.dtype
+        # the function that made it, and the place among its results; None: autograd saves it
+        self.made = made
+        self.place = place
+        # a weak reference to the leaf of a storage that is saved
+        self.leaf: Callable[[], Leaf | None] = _none
+
+    def source(self, tensor: Tensor) -> Leaf | Made:
+        """Return the source: one leaf for all that read the storage."""
+        if self.made is not None:
+            return self.made
+        leaf = self.leaf()
+        if leaf is None:
+            leaf = Leaf(tensor)
+            self.leaf = weakref.ref(leaf)
+        return leaf
+
+
+def _none() -> None:
+    return None
+
+
+class Choice(NamedTuple):
+    """What autograd saved in place of a tensor, for reports."""
+
+    # the tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    nbytes: int
+    # the functions that make it again, the last one first; () if it is saved
+    functions: tuple[str, ...]
+    # the functions that would make it again in a chain that was cut here; () for none
+    cut: tuple[str, ...]
+
+
+# called with each choice of a forward
+_observer: ContextVar[Callable[[Choice], Any] | None] = ContextVar("observer", default=None)
+
+
+@contextmanager
+def choices() -> Iterator[list[Choice]]:
+    """Note what functions with recipes save inside, in their order, in the list that it yields."""
+    noted: list[Choice] = []
+    token = _observer.set(noted.append)
+    try:
+        yield noted
+    finally:
+        _observer.reset(token)
+
+
+def functions_of(source: Leaf | Made) -> tuple[str, ...]:
+    """Return the names of the functions that make a source again, the last one first."""
+    if isinstance(source, Leaf):
+        return ()
+    names: dict[int, str] = {}
+    sources: list[Leaf | Made] = [source]
+    for part in sources:
+        if isinstance(part, Made) and id(part) not in names:
+            names[id(part)] = part.name
+            sources += [view.source for view in part.inputs]
+    return tuple(names.values())
+
+
+class Tracker:
+    """Knows the sources of the storages that are alive during a forward.
+
+    count: called with each tensor that is saved, for hooks that count saved tensors; limit: the
+    longest chain of functions; copies_parameters: whether a parameter may be whole in its module's
+    forward and backward alone.
+    """
+
+    def __init__(
+        self, count: Count = None, limit: int | None = None, *, copies_parameters: bool = True
+    ):
+        self.count, self.copies_parameters = count, copies_parameters
+        self.limit = LIMIT if limit is None else limit
+        # the last object that was saved in place of a tensor
+        self.saved: Stored | None = None
+        self._observe = _observer.get()
+        self._known: dict[int, _Known] = {}
+        self._room = _MANY
+
+    def find(self, tensor: Tensor) -> View | None:
+        """Return how to read a tensor that is saved by now, or has a recipe."""
+        known = self._known.get(storage_key(tensor.untyped_storage()))
+        if known is None or known.version != tensor._version or known.dtype != tensor.dtype:
+            return None
+        return view_in(known.source(tensor), tensor, known.place)
+
+    def view_of(self, tensor: Tensor) -> View | None:
+        """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
+        view = self.find(tensor)
+        if view is None or isinstance(view.source, Leaf) or view.source.depth > self.limit:
+            return None
+        return view if view.source.is_current() else None
+
+    def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> None:
+        """Note that a recipe makes a tensor, or, for None, that autograd saves it as it is."""
+        known = self._known
+        known[key_of(tensor)] = _Known(tensor, made, place)
+        if len(known) > self._room:
+            # as many as twice those that were left
+            for key in [key for key, one in known.items() if one.storage.expired()]:
+                del known[key]
+            self._room = max(_MANY, 2 * len(known))
+
+    @contextmanager
+    def knowing(self, tensor: Tensor, view: View) -> Iterator[None]:
+        """Let functions that are called inside save a view in place of a tensor."""
+        key = key_of(tensor)
+        before = self._known.get(key)
+        source = view.source
+        self.note(tensor, source if isinstance(source, Made) else None, view.place)
+        if isinstance(source, Leaf):
+            self._known[key].leaf = weakref.ref(source)
+        try:
+            yield
+        finally:
+            if before is None:
+                self._known.pop(key, None)
+            else:
+                self._known[key] = before
+
+    def make(
+        self,
+        name: str,
+        again: Callable[..., Any],
+        inputs: Sequence[Tensor],
+        results: Sequence[Tensor],
+        overwritten: View | None = None,
+    ) -> Made | None:
+        """Note the recipe of results, `again(*inputs)`, if every input can be read in backward.
+
+        name: the function's; overwritten: how to read the first input, where the function wrote
+        the result over it.
+        """
+        size = 0
+        for t in results:
+            # a part of a storage cannot be made again with its strides
+            if t.untyped_storage().nbytes() != t.nbytes:
+                return None
+            size += t.nbytes
+        room = size // SHARE
+        views: list[View] = [] if overwritten is None else [overwritten]
+        for x in inputs[len(views) :]:
+            nbytes = x.nbytes
+            if nbytes > size * SMALLER:
+                return None
+            view = self._parameter(x) if _is_parameter(x) else self.find(x)
+            if view is None:
+                room -= nbytes
+                if room < 0:
+                    return None
+                # a copy, as code may write to a tensor that autograd does not save
+                copy = x.detach().clone()
+                view = view_in(Leaf(copy), copy)
+            views.append(view)
+        made = Made(name, again, views, results)
+        for place, t in enumerate(results):
+            self.note(t, made, place)
+        return made
+
+    def _parameter(self, x: Tensor) -> View | None:
+        return None if self.copies_parameters else view_of_leaf(x)
+
+    def save(self, stored: Stored, tensor: Tensor) -> None:
+        """Let autograd save the recipe of a tensor in its place, if there is one."""
+        view = self.view_of(tensor)
+        if self._observe is not None:
+            self._observe(self._choice(tensor, view))
+        self.saved = stored
+        if view is not None:
+            stored.save(view, self.count)
+            return
+        if self.count is not None:
+            # before it loses its graph, by which a view of a parameter is known
+            self.count(tensor)
+        if (leaf := self.find(tensor)) is None or isinstance(leaf.source, Made):
+            self.note(tensor, None)
+            leaf = self.find(tensor)
+        assert leaf is not None
+        stored.save(leaf, None)
+
+    def _choice(self, tensor: Tensor, view: View | None) -> Choice:
+        whole = self.find(tensor)
+        names = () if whole is None else functions_of(whole.source)
+        kind = tensor.shape, tensor.dtype, tensor.nbytes
+        return Choice(*kind, names, ()) if view is not None else Choice(*kind, (), names)
+
+
+def _is_parameter(x: Tensor) -> bool:
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
+# a weak reference to the tracker of the forward that runs in this context: a module that runs again
+# in backward keeps a copy of the context, which must not keep tensors
+_active: ContextVar[Callable[[], Tracker | None]] = ContextVar("tracker", default=_none)
+
+
+def active() -> Tracker | None:
+    """Return the tracker of the forward that runs in this context."""
+    return _active.get()()
+
+
+@contextmanager
+def tracking(tracker: Tracker | None) -> Iterator[None]:
+    """Let fused layers that are called inside know the tracker of the forward, None for none."""
+    token = _active.set(_none if tracker is None else weakref.ref(tracker))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def num_other_modes() -> int:
+    """Return the number of function modes around a call, but for the one of a tracker."""
+    return max(0, num_function_modes() - (active() is not None))

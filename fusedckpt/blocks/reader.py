@@ -1,0 +1,107 @@
+"""A block that reads a tensor with a recipe saves the recipe in its place.
+
+A fused norm saves its input x anyway, so a block that reads its result n saves the recipe of n:
+the norm of x. Hooks on the block's saved tensor replace n, so gradients of any order, hooks on n
+and other readers of n are as ever. Writes through `.data` are not detected, as in autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import origins, private
+from fusedckpt.autograd.backward import is_unwatched
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.phases import uncounted
+from fusedckpt.autograd.recipes import Stored, View, cast, unpack
+from fusedckpt.autograd.tracker import Tracker, active
+from fusedckpt.blocks import ops, run
+from fusedckpt.blocks.call import Call
+
+# the makers of results that blocks, and norms, save recipes of: a module that backward runs again
+# makes its result, too, for a norm alone, as one more GEMM may run for it
+_MAKERS = {False: (origins.NORM, origins.ROWS), True: (origins.MODULE,)}
+
+
+def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Note on n's node that a norm module made it, and return n.
+
+    Not for a module with hooks, which may gather its weights only during the call, nor inside a
+    checkpoint, where reading its input would recompute it.
+    """
+    if torch.compiler.is_compiling():
+        return n
+    node: Any = n.grad_fn
+    # an eager reference's node has no call
+    call = getattr(node, "call", None)
+    if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
+        source = origins.of_first_saved("norm", partial(_normalised, call))
+        origins.note(n, origins.NORM, source, weight, bias)
+    return n
+
+
+def _normalised(call: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
+    compute = run.forward if is_unwatched() else ops.forward
+    return compute(call, call.forward(()), (x, *parameters))[0]
+
+
+def apply(
+    function: Callable[..., Any], call: Call, x: Tensor, read: Tensor, tensors: Sequence[Any]
+) -> Any:
+    """Run a block on `read`, which is x in its compute dtype; save the recipe of x, if any.
+
+    In a forward that is tracked, note the block's saved inputs, and a norm's result.
+    """
+    tracker = active()
+    view = None if tracker is None else tracker.view_of(read)
+    if view is None and (call.shares or call.is_norm):
+        view = origins.view_of(x, *_MAKERS[call.is_norm])
+        view = None if view is None else cast(view, x, read)
+    y = function(read, *tensors) if view is None else _saving(view, function, read, tensors)
+    if tracker is not None:
+        _note(tracker, call, (read, *tensors), y, 1 if view is not None else 0)
+    return y
+
+
+def _saving(view: View, function: Callable[..., Any], read: Tensor, tensors: Sequence[Any]) -> Any:
+    """Run a block; save a view in place of its first input, where only counting hooks see that."""
+    with uncounted() as count:
+        y = function(read, *tensors)
+        # hooks can be set only on tensors saved without hooks
+        if private.top_hooks() is not None or y.grad_fn is None:
+            return y
+        saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
+        if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
+            place = inputs.index(0)
+            stored = Stored().save(view, count)
+            # the pack hook is called at once, and frees the input
+            raw[place].register_hooks(lambda _: stored, unpack)
+            saved = *saved[:place], *saved[place + 1 :]
+        for tensor in saved:
+            if tensor is not None and count is not None:
+                count(tensor)
+        return y
+
+
+def _note(tracker: Tracker, call: Call, inputs: Sequence[Any], y: Any, first: int) -> None:
+    """Note the inputs that a block has saved, but for one with a recipe, and a norm's result."""
+    if not isinstance(y, Tensor) or y.grad_fn is None:
+        return
+    node: Any = y.grad_fn
+    for index in node.saved.inputs:
+        if index >= first and isinstance(inputs[index], Tensor):
+            tracker.note(inputs[index], None)
+    if call.is_norm:
+        x, *parameters = inputs
+        again = partial(
+            origins.with_absent,
+            partial(_normalised, call),
+            [isinstance(t, Tensor) for t in parameters],
+        )
+        given = [t for t in parameters if isinstance(t, Tensor)]
+        tracker.make("norm", again, [x, *given], [y])

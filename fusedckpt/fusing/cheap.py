@@ -1,0 +1,76 @@
+"""The functions that backward may run again, and those that read what they made.
+
+Cheap is a function whose cost is a few operations for each element; GEMMs, convolutions and
+attention never run again. Random functions do not either, but for dropout by its random state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# by name, of torch, its functional module and Tensor; pointwise ones also with an underscore.
+# Those of the first table save no tensor for backward
+_LINEAR = """
+    add sub subtract rsub neg negative to float half bfloat16 double type type_as
+    __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __neg__
+"""
+_POINTWISE = """
+    mul multiply div divide true_divide pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p
+    abs sign clamp clamp_min clamp_max clip where lerp addcmul addcdiv masked_fill reciprocal
+    sin cos tan atan erf erfc maximum minimum fmax fmin heaviside logaddexp xlogy sinh cosh asinh
+    __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __pow__ __rpow__
+    relu silu gelu sigmoid tanh softplus softsign softshrink hardshrink mish hardswish hardsigmoid
+    hardtanh relu6 leaky_relu elu glu logsigmoid threshold selu celu prelu tanhshrink logit
+"""
+_MOVES = """
+    contiguous clone reshape flatten cat concat concatenate stack hstack vstack dstack mean sum pad
+    roll flip repeat tile repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle
+"""
+_OTHERS = """
+    layer_norm group_norm rms_norm batch_norm instance_norm local_response_norm normalize
+    softmax log_softmax var var_mean std std_mean norm cumsum amax amin complex polar
+    interpolate upsample avg_pool1d avg_pool2d avg_pool3d index_select gather take_along_dim
+"""
+# functions that autocast runs in its lower precision; they save recipes, and have none
+_GEMMS = """
+    linear bilinear matmul __matmul__ __rmatmul__ bmm baddbmm addmm addbmm mm mv einsum
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+    scaled_dot_product_attention
+"""
+# others that save recipes, and have none
+_READERS = """
+    max_pool1d max_pool2d max_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d max min prod unfold fold
+    cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div
+    binary_cross_entropy binary_cross_entropy_with_logits embedding
+"""
+
+
+def _functions(names: str, suffix: str = "") -> frozenset[Any]:
+    """Return torch's functions and methods of these names."""
+    keys = [name + suffix for name in names.split()]
+    named = [getattr(owner, key, None) for key in keys for owner in (torch, F, Tensor)]
+    # torch.float is a dtype
+    return frozenset(function for function in named if callable(function))
+
+
+SAVES_NOTHING = _functions(_LINEAR) | _functions(_LINEAR, "_") | _functions(_MOVES)
+_CHEAP = SAVES_NOTHING | _functions(_OTHERS)
+_CHEAP |= _functions(_POINTWISE) | _functions(_POINTWISE, "_")
+KINDS = {
+    **dict.fromkeys(_functions(_READERS), "reader"),
+    **dict.fromkeys(_functions(_GEMMS), "gemm"),
+    **dict.fromkeys(_CHEAP, "cheap"),
+    F.batch_norm: "batch_norm",
+    F.dropout: "dropout",
+}
+# functions that write over their first tensor, those with an argument `inplace` aside
+WRITES = frozenset(
+    function
+    for function in _CHEAP
+    if function.__name__.endswith("_") and not function.__name__.endswith("__")
+) | _functions("__iadd__ __isub__ __imul__ __itruediv__")

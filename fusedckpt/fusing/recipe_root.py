@@ -1,0 +1,84 @@
+"""Models whose forward saves recipes: `fuse(model, recipes=True)`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from fusedckpt.autograd import phases, private
+from fusedckpt.autograd.dispatch import is_recorded
+from fusedckpt.autograd.tracker import Tracker, active, tracking
+from fusedckpt.fusing import recipe_mode
+from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.fuse_report import RECIPES
+from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.subclass import made_of, subclass
+
+
+@contextmanager
+def recipes_on() -> Iterator[None]:
+    """Let the functions called inside save recipes."""
+    hooks = private.top_hooks()
+    tracker = Tracker(count=None if hooks is None else hooks[0])
+    with tracking(tracker), recipe_mode.RecipeMode(tracker, recipe_mode.FLOOR_BYTES):
+        yield
+
+
+class WithRecipes(nn.Module):
+    """Forward of a model whose functions save recipes."""
+
+    # a Trainer looks a model up by the name of its class
+    _fusedckpt_prefix = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the signature of the model's forward."""
+        super().__init_subclass__(**kwargs)
+        ours, original = made_of(cls) or (nn.Module, nn.Module)
+        if ours is not WithRecipes:
+            return
+
+        @functools.wraps(original.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original.forward(self, *args, **kwargs)
+            obstacle = _obstacle(args)
+            if torch.is_grad_enabled():
+                self.__dict__[RECIPES] = obstacle
+            if obstacle is not None:
+                return original.forward(self, *args, **kwargs)
+            with recipes_on():
+                return original.forward(self, *args, **kwargs)
+
+        cls.forward = forward
+
+
+def find_root(model: nn.Module, search: Search) -> None:
+    """Let the forward of a model, which may be a block itself, save recipes."""
+    if isinstance(model, WithRecipes):
+        return
+    off = {RECIPES: None}
+    for place, (module, swap) in enumerate(search.swaps):
+        if module is model:
+            to, attributes = subclass(WithRecipes, swap.to), {**swap.attributes, **off}
+            search.swaps[place] = module, replace(swap, to=to, attributes=attributes)
+            return
+    search.swaps.append((model, Swap("recipes", "", subclass(WithRecipes, type(model)), off)))
+
+
+def _obstacle(args: Sequence[Any]) -> str | None:
+    """Return why functions may not save recipes in this call, None if they may."""
+    if not torch.is_grad_enabled():
+        return "it ran without gradients"
+    if private.are_transforms_active() or is_recorded(args[0] if args else None):
+        return "it was traced or transformed"
+    if active() is not None:
+        return "a model around it has recipes"
+    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
+        return "saved-tensor hooks of other code take the tensors"
+    return None
