@@ -17,13 +17,14 @@ from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
-from fusedckpt.layers.blocks import MLP, GatedMLP, NormLinear
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.gated_norm import GatedRMSNorm
 from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.mlp import MLP, GatedMLP
 from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmerge_affine
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm_linear import NormLinear
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan

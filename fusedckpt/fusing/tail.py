@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fusedckpt.fusing.forwards import FusedMLP, Swap
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.blocks import letter_of
+from fusedckpt.layers.children import letter_of
 from fusedckpt.layers.fallbacks import NotFused
 
 

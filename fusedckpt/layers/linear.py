@@ -1,8 +1,7 @@
-"""A linear and its activation, or a norm and its linears, such as q, k and v, that save x alone."""
+"""A linear and its activation that save their input alone."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.blocks import programs, validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, Linears
-from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import Options, split
+from fusedckpt.blocks.operands import LoRA
+from fusedckpt.blocks.programs import Options
 
 LEVELS = programs.LEVELS["linear_act"]
 _LINEARS = Linears(LINEAR)
@@ -57,53 +56,6 @@ def linear_act(
     name = "linear_act"
     options = Options(name, name, _LINEARS, activation, save=save, kernel=kernel)
     return run_linears(options, x, (), [(weight, bias)])
-
-
-def norm_linear(
-    x: Tensor,
-    norm: NormSpec,
-    weights: Sequence[Tensor | LoRA],
-    biases: Sequence[Tensor | None] | None = None,
-) -> tuple[Tensor, ...]:
-    """Return F.linear(norm(x), weight, bias) for every weight, saving only x for backward.
-
-    Eager saves norm(x) besides the tensors that the norm saves; here backward normalises x again,
-    once for all linears. No GEMM is recomputed.
-
-    Args:
-        x: [..., D].
-        norm: a NormSpec over D.
-        weights: [N_i, D] each, of x's dtype; under autocast of any dtype but float64. Or `LoRA`
-            records, or quantised weights, as in `mlp`.
-        biases: [N_i] or None for each weight; None for no biases.
-
-    Returns:
-        A tuple of [..., N_i], one per weight.
-
-    Raises:
-        ValueError: no weights, another number of biases, or invalid shapes or devices.
-        TypeError: tensors are not dense, not floating point, or of different dtypes.
-    """
-    if norm is None:
-        arguments.wrong_type("norm_linear", "norm", "a NormSpec", norm)
-    weights, biases = validate.projections("norm_linear", weights, biases)
-    return run_projections("norm_linear", x, norm, list(zip(weights, biases, strict=True)))
-
-
-def run_projections(
-    name: str, x: Tensor, norm: NormSpec, linears: list[tuple[Any, Any]], over: Any = None
-) -> Any:
-    """Run a norm and linears on x; None where a module calls its children.
-
-    over: the shape of a module's norm, None for a function's call.
-    """
-    keys = tuple([f"weights[{i}]" for i in range(len(linears))])
-    bare, kinds, tensors = split(norm)
-    options = Options(
-        name, name, Linears(keys), None, bare, kinds, over, is_module=over is not None
-    )
-    ys = run_linears(options, x, tensors, linears)
-    return (ys,) if isinstance(ys, Tensor) else ys
 
 
 class Linear(nn.Linear):

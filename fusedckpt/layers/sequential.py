@@ -12,11 +12,10 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
-from fusedckpt.blocks.programs import Options, split
+from fusedckpt.blocks.programs import LEVELS, Options, split
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.blocks import letter_of, spec_of
-from fusedckpt.layers.mlp import MLP_LEVELS
+from fusedckpt.layers.children import letter_of, spec_of
 
 # names of weights by the block that they are of
 _WEIGHTS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": ("weights[0]",)}
@@ -60,7 +59,7 @@ class Sequential(nn.Sequential):
         save: str = "inputs",
         chunks: int | None = None,
     ):
-        levels.check("Sequential", save, MLP_LEVELS)
+        levels.check("Sequential", save, LEVELS["mlp"])
         validate.block("Sequential", False, chunks)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
@@ -70,7 +69,7 @@ class Sequential(nn.Sequential):
     @property
     def save_levels(self) -> tuple[str, ...] | None:
         """Return the levels that it offers to a plan, None where it runs no block."""
-        return MLP_LEVELS if any(run.kind != "layer" for run in runs(self)) else None
+        return LEVELS["mlp"] if any(run.kind != "layer" for run in runs(self)) else None
 
     def extra_repr(self) -> str:
         """Say which layers run as one block, and the save level of such a block."""
@@ -96,7 +95,7 @@ class Sequential(nn.Sequential):
         """Pass the input through all layers."""
         if dispatch.is_recorded(input):
             return super().forward(input)
-        levels.check("Sequential", self.save, MLP_LEVELS)
+        levels.check("Sequential", self.save, LEVELS["mlp"])
         for run in runs(self):
             layers = list(run.layers.values())
             if run.kind != "layer":

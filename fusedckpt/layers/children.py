@@ -1,0 +1,63 @@
+"""Which child modules a block computes itself: by the letter of each.
+
+A block calls a child that was replaced, parametrized, hooked or given another forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.blocks.operands import NormSpec
+from fusedckpt.kernels.activations import ACTIVATIONS, name_of
+from fusedckpt.layers.linear import Linear
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+
+# a letter for each kind of layer in a block; looked up by type, subclasses have none
+_LETTERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
+    **dict.fromkeys((nn.Linear, Linear), "l"),
+    **dict.fromkeys((nn.LayerNorm, nn.RMSNorm, LayerNorm, RMSNorm), "n"),
+    nn.Dropout: "d",
+    nn.Identity: "i",
+}
+
+
+def letter_of(layer: Any) -> str:
+    """Return the letter of a layer that a block can compute, else -.
+
+    n, l, a, d, i for a norm, linear, activation, dropout, identity.
+    """
+    letter = _letter(layer)
+    plain = letter != "-" and dispatch.are_plain(*layer._parameters.values())
+    return letter if plain and not has_hooks(layer) else "-"
+
+
+def _letter(layer: Any) -> str:
+    letter = _LETTERS.get(type(layer), "-")
+    if letter == "l":
+        fits = type(layer) is nn.Linear or layer.activation == "identity"
+    elif letter == "n":
+        fits = len(layer.normalized_shape) == 1
+    elif letter == "d":
+        fits = isinstance(layer.p, (int, float)) and 0 <= layer.p <= 1
+    else:
+        fits = letter in "-i" or name_of(layer) is not None
+    return letter if fits else "-"
+
+
+def are_letter(letter: str, *layers: Any) -> bool:
+    """Whether a block can compute these modules, of one letter, without calling them."""
+    return {letter}.issuperset(map(_letter, layers)) and not has_hooks(*layers)
+
+
+def spec_of(norm: Any) -> NormSpec:
+    """Describe a norm module of torch's or ours."""
+    if isinstance(norm, nn.LayerNorm):
+        return NormSpec("layer", norm.weight, norm.bias, norm.eps)
+    if isinstance(norm, RMSNorm):
+        return NormSpec("rms", norm.weight, None, norm.eps, norm.offset, norm.cast)
+    return NormSpec("rms", norm.weight, None, norm.eps)
