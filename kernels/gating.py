@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS, aten, sigmoids
-from .routed import Route, as_rows, blocks_of, of_rows, of_slots, per_token
+from .routed import Route, as_rows, blocks_of_rows, of_rows, of_slots, per_token
 from .runtime import is_exact, load, store, tl, triton
 
 # a warp covers a row of it, 8 elements a thread
@@ -204,7 +204,7 @@ def gate_grad_kernel(
         tl.store(out.dscores + slots, tl.where(is_routed, tl.sum(acc, 1), 0.0), rm < m)
 
 
-def halves(z: Tensor, u: Tensor | None, gating: Gating) -> Sequence[Tensor]:
+def gate_and_up(z: Tensor, u: Tensor | None, gating: Gating) -> Sequence[Tensor]:
     """Return the rows of gate and up: z has both, unless u is up."""
     if u is not None:
         return z, u
@@ -216,13 +216,13 @@ def gated(z: Tensor, u: Tensor | None, scores: Tensor, route: Route, gating: Gat
     """Return act(gate) * up times the score of each row; z has both, unless u is up."""
     z = as_rows(z, route)
     u = None if u is None else as_rows(u, route)
-    gate, up = halves(z, u, gating)
+    gate, up = gate_and_up(z, u, gating)
     h = gate.new_empty(gate.shape)
     if route.runs_triton:
         _launch_gate(z, gate, up, scores, route, h, gating)
         return per_token(h, route)
     s = of_rows(scores, route)
-    for rows in blocks_of(gate):
+    for rows in blocks_of_rows(gate):
         value, factor = _value(*_wide(gate[rows], up[rows]), gating)
         torch.mul(value.mul_(factor), s[rows], out=h[rows])
     return per_token(h, route)
@@ -271,8 +271,8 @@ def gated_grad(
     h = torch.empty_like(dh) if h is None and needs[0] else h
     dhs, zs, dzs = (as_rows(t, route) for t in (dh, z, dz))
     us, dus, hs = (None if t is None else as_rows(t, route) for t in (u, du, h))
-    pair = halves(zs, us, gating)
-    grads = halves(dzs, dus, gating)
+    pair = gate_and_up(zs, us, gating)
+    grads = gate_and_up(dzs, dus, gating)
     wide = torch.promote_types(z.dtype, torch.float32)
     if route.runs_triton:
         dscores = scores.new_empty(scores.shape, dtype=wide) if needs[1] else None
@@ -281,7 +281,7 @@ def gated_grad(
         return h, dz, du, dscores
     s = of_rows(scores, route)
     ds = s.new_empty(s.shape, dtype=wide)
-    for rows in blocks_of(dhs):
+    for rows in blocks_of_rows(dhs):
         grad, gate, up = _wide(dhs[rows], *[t[rows] for t in pair])
         value, factor = _value(gate, up, gating)
         product = value * factor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .grouped_gemm import clear_unused, grouped_gemm, grouped_grad
 from .products import add_product
-from .routed import Route, as_rows, blocks_of, of_rows, of_slots, per_token
+from .routed import Route, as_rows, blocks_of_rows, of_rows, of_slots, per_token
 
 
 def product(
@@ -61,7 +61,7 @@ def _of_experts(vectors: Tensor, route: Route, rows: Tensor) -> Iterator[tuple[s
     numbers = torch.arange(len(rows), device=rows.device, dtype=route.ends.dtype)
     owners = torch.searchsorted(route.ends, numbers, right=True)
     padded = F.pad(vectors, (0, 0, 0, 1))
-    yield from ((part, padded[owners[part]]) for part in blocks_of(rows))
+    yield from ((part, padded[owners[part]]) for part in blocks_of_rows(rows))
 
 
 def weight_grad(

@@ -152,7 +152,7 @@ def linear(x: Tensor, w: Tensor, b: Tensor | None, out: Tensor | None = None) ->
     return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
-def linear_act(
+def linear_then_act(
     x: Tensor, w: Tensor, b: Tensor | None, activation: str, keep_z: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return h [M, N] = act(x @ w.T + b), and the pre-activation z [M, N] if `keep_z`, by one GEMM.

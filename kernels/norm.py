@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from .norm_kernels import (
-    Norm,
     NormGrad,
+    NormOperands,
     norm_grad_kernel,
     norm_kernel,
     wide_dw_kernel,
@@ -129,7 +129,7 @@ def norm(
     if residual is not None:
         total = x.new_empty(m, n, dtype=torch.promote_types(x.dtype, residual.dtype))
     stride_rm = 0 if residual is None else residual.stride(0)
-    t = Norm(
+    t = NormOperands(
         x, residual, weight, bias, y=y, total=total, stride_xm=x.stride(0), stride_rm=stride_rm
     )
     args = t, m, n, rule.eps, rule.offset

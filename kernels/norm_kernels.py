@@ -12,7 +12,7 @@ from torch import Tensor
 from .runtime import INTERPRETED, load, round_to, store, tl, triton
 
 
-class Norm(NamedTuple):
+class NormOperands(NamedTuple):
     """Operands of a norm: matrices [M, N] with adjacent columns, vectors [N]; None where absent."""
 
     # the input
@@ -34,7 +34,7 @@ class Norm(NamedTuple):
 
 
 class NormGrad(NamedTuple):
-    """Operands of the gradient of a norm, as in `Norm`."""
+    """Operands of the gradient of a norm, as in `NormOperands`."""
 
     # the gradient of the result
     dy: Tensor
@@ -138,7 +138,7 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of rows of `t`, a Norm: every load is issued before the first reduction waits."""
+    """One tile of rows of `t`: every load is issued before the first reduction waits."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)

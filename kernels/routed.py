@@ -270,7 +270,7 @@ def of_slots(rows: Tensor, route: Route) -> Tensor:
     return cleared(rows, route)[route.places, 0]
 
 
-def blocks_of(rows: Tensor) -> list[slice]:
+def blocks_of_rows(rows: Tensor) -> list[slice]:
     """Cut rows into blocks, for temporaries a few times as wide as these."""
     if rows.device.type == "cpu":
         return row_blocks(rows)

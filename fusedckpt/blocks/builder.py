@@ -11,7 +11,7 @@ from fusedckpt.autograd.dispatch import Context
 from fusedckpt.blocks.call import Call, Layout
 from fusedckpt.blocks.operands import Parts, flat, refilled
 from fusedckpt.blocks.program import Program, Step
-from fusedckpt.blocks.steps import Dropout, Linear, Norm
+from fusedckpt.blocks.steps import Dropout, Gemm, Norm
 
 # the weights of the linears of each function; those of norm_linear are numbered
 LINEAR = ("weight",)
@@ -134,14 +134,14 @@ class Builder:
             low = read
             if constants.dropout:
                 low = self.dropout(constants.dropout, constants.seed, read, f"{out}.x{i}", dtype)
-            down = Linear(dtype, sums=dtypes[a])
+            down = Gemm(dtype, sums=dtypes[a])
             narrow.append(self.add(down, f"{out}.low{i}", (low,), (a, None)))
-        op = Linear(self.dtype, 1.0, wide, dtypes[weight], weight in self.others)
+        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.others)
         y = self.add(op, f"{out}.base" if adapters else out, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             is_last = i == len(adapters) - 1
             rounded = self.dtype if is_last else None
-            up = Linear(dtype, constants.scale, sums=dtypes[b], out=rounded)
+            up = Gemm(dtype, constants.scale, sums=dtypes[b], out=rounded)
             y = self.add(up, out if is_last else f"{out}.sum{i}", (narrow[i], y), (b, None))
         return y
 

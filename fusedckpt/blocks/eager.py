@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fusedckpt.autograd import dispatch, private
-from fusedckpt.blocks.operands import parts_of
+from fusedckpt.blocks.operands import linear_parts_of
 from fusedckpt.kernels import dropout as dropout_kernel
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 from fusedckpt.kernels.gating import Gating
@@ -98,7 +98,7 @@ def linear(
         return F.linear(x, weight, bias)
     # torch 2.11 compiles no truth of an iterator
     numbers = itertools.count() if numbers is None else numbers
-    parts = parts_of("reference", "weight", weight, bias, seeds=numbers)
+    parts = linear_parts_of("reference", "weight", weight, bias, seeds=numbers)
     dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantised else parts.weight
     y = total = F.linear(x, dense, bias)
     for (a, b), (scale, rate, number) in zip(parts.adapters, parts.constants, strict=True):

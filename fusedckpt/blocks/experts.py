@@ -22,7 +22,7 @@ from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, bia
 from fusedckpt.blocks.operands import LoRA, taken_apart
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.quantised import QuantisedWeight, quantised
-from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, Route
+from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, RouteRows
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 
@@ -112,7 +112,7 @@ class ExpertOptions(NamedTuple):
             expected = validate.listed([*leads, "K"])
             got = list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
-        validate.fits(name, "scores", scores, *index.shape)
+        validate.check_shape(name, "scores", scores, *index.shape)
         dtype = context.compute_dtype(x.dtype)
         down = linears[-1].weight.shape
         if len(down) != 3 or not down[0]:
@@ -123,14 +123,14 @@ class ExpertOptions(NamedTuple):
         sizes = f" (x {list(x.shape)}, down {list(down)})"
         for key, parts, (n, k) in zip(self.linears.keys, linears, widths, strict=True):
             turned = self._turned((n, k))
-            validate.fits(name, key, parts.weight, down[0], *turned, beside=sizes)
-            validate.fits(name, bias_of(key), parts.bias, down[0], n)
+            validate.check_shape(name, key, parts.weight, down[0], *turned, beside=sizes)
+            validate.check_shape(name, bias_of(key), parts.bias, down[0], n)
             weight = None if parts.is_quantised else parts.weight
             validate.dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
             for a, b in parts.adapters:
                 rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
-                validate.fits(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
-                validate.fits(name, f"{key}.B", b, down[0], *self._turned((n, rank)))
+                validate.check_shape(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
+                validate.check_shape(name, f"{key}.B", b, down[0], *self._turned((n, rank)))
 
     def _turned(self, sizes: Sequence[Any]) -> tuple[Any, Any]:
         """Return a weight's sizes, outputs first, in the order in which they lie, or back."""
@@ -143,7 +143,7 @@ class ExpertOptions(NamedTuple):
         top_k = index.shape[-1]
         pairs = zip(self.linears.keys, linears, strict=True)
         numbers = [b.linear(*pair, num_dims=3) for pair in pairs]
-        route = Route(linears[-1].weight.shape[0], *self._kernels(b, x, linears))
+        route = RouteRows(linears[-1].weight.shape[0], *self._kernels(b, x, linears))
         b.add(route, "route", ("index",))
         b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):

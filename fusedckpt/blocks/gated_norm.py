@@ -123,8 +123,8 @@ class GatedNormOptions(NamedTuple):
         validate.tensors(name, self.names, (x, gate, weight))
         if not x.shape or x.shape[-1] != width:
             raise ValueError(f"{name}: x must end in [{width}], got {list(x.shape)}")
-        validate.fits(name, "gate", gate, *x.shape, must="must have the shape of x,")
-        validate.fits(name, "weight", weight, width)
+        validate.check_shape(name, "gate", gate, *x.shape, must="must have the shape of x,")
+        validate.check_shape(name, "weight", weight, width)
         if context.twin:
             return None
         dtypes = (x.dtype,) if weight is None else (x.dtype, weight.dtype)

@@ -135,7 +135,7 @@ class HeadOptions(NamedTuple):
         chunks = self.chunks or 1
         if level == "inputs" and self.chunks is None:
             rows = math.prod(x.shape[:-1])
-            chunks = max(chunks, chunks_for(rows, classes, x.shape[-1], dtype))
+            chunks = max(chunks, head_chunks_for(rows, classes, x.shape[-1], dtype))
         # in a checkpoint's recompute not all logits are to exist at once
         how: Any = {"level": level, "inside": "inputs", "chunks": chunks, "casts": True}
         fields = {"dtype": dtype, "products": ("z",)}
@@ -151,7 +151,7 @@ class HeadOptions(NamedTuple):
             )
 
 
-def chunks_for(rows: int, classes: int, d: int, dtype: torch.dtype) -> int:
+def head_chunks_for(rows: int, classes: int, d: int, dtype: torch.dtype) -> int:
     """Return into how many chunks rows are cut, from shapes alone.
 
     Each chunk reads the weight, and adds to a float32 gradient as large: a large weight takes few.

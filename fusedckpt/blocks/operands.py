@@ -57,7 +57,7 @@ def sums_dtype(x: Meta, weight: Any, bias: Any) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.promote_types(x.dtype, torch.float32)
 
 
-def rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
+def norm_rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
     """Return the constants of a checked record for inputs of `dtype`.
 
     eps None is the machine epsilon of an RMSNorm's statistics.
@@ -128,7 +128,7 @@ class Parts(NamedTuple):
         return self._replace(weight=rows(self.weight), bias=rows(self.bias), adapters=adapters)
 
 
-def parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
+def linear_parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
     """Take a weight apart, numbering its dropouts; refuse constants that mean nothing."""
     adapters = []
     constants = []
@@ -184,7 +184,7 @@ def taken_apart(
     """Return pairs of weight and bias taken apart; the first seeds are the call's own."""
     seed = itertools.count(num_seeds)
     pairs = zip(keys, linears, strict=True)
-    return [parts_of(name, key, w, b, seeds=seed) for key, (w, b) in pairs]
+    return [linear_parts_of(name, key, w, b, seeds=seed) for key, (w, b) in pairs]
 
 
 def are_adapted(linears: Sequence[tuple[Any, Any]]) -> bool:

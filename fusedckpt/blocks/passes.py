@@ -38,14 +38,14 @@ def added(
     return total if dtype is None else total.to(dtype)
 
 
-def weight_grad(dy: Tensor, x: Tensor, scale: float, wanted: torch.dtype) -> Tensor:
+def scaled_weight_grad(dy: Tensor, x: Tensor, scale: float, wanted: torch.dtype) -> Tensor:
     """Return scale dy' x, in the weight's dtype where a GEMM writes it."""
     if scale != 1:
         return scaled_product(dy.t(), x, scale)
     return product_for(dy.device, dy.dtype, wanted)(dy.t(), x)
 
 
-def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Tensor:
+def scaled_weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Tensor:
     """Add scale dy' x of a chunk of rows, in at least float32."""
     if scale != 1:
         return sum_of(total, wide_product(dy.t(), x).mul_(scale))
@@ -56,7 +56,7 @@ def weight_sum(total: Tensor | None, dy: Tensor, x: Tensor, scale: float) -> Ten
 
 
 # they add to the sum over earlier chunks
-SUMS = (weight_sum, grouped.weight_sum)
+SUMS = (scaled_weight_sum, grouped.weight_sum)
 
 
 def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def input_grad(
         for rows in weight.pieces(dy.dtype):
             part = dy if rows is None else dy[:, rows]
             # no name for the dense piece, which would outlive the next one's making
-            total = _added_product(total, part, dense(weight, rows, dy.dtype))
+            total = _added_product(total, part, dense_rows(weight, rows, dy.dtype))
         assert total is not None
         return total
     dx = scaled_product(dy, weight, scale)
@@ -87,7 +87,7 @@ def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return summed(total, torch.mm(a, b))
 
 
-def dense(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:
+def dense_rows(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:
     """Return rows of a quantised weight as GEMMs read them."""
     return as_weight(weight.dense(rows), dtype)
 
@@ -99,10 +99,10 @@ def dequantised(
     y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     for rows in weight.pieces(x.dtype):
         if rows is None:
-            kernels.linear(x, dense(weight, None, x.dtype), bias, y)
+            kernels.linear(x, dense_rows(weight, None, x.dtype), bias, y)
         else:
             part = None if bias is None else bias[rows]
-            y[:, rows] = kernels.linear(x, dense(weight, rows, x.dtype), part)
+            y[:, rows] = kernels.linear(x, dense_rows(weight, rows, x.dtype), part)
     return y
 
 

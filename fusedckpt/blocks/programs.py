@@ -18,7 +18,7 @@ from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
-from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, rule_of, sums_dtype
+from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, norm_rule_of, sums_dtype
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 
 # of each function: its save levels, and its kernel variant beside "split"
@@ -33,7 +33,7 @@ KERNELS = {"linear_act": "fused", "mlp": "hybrid", "gated_mlp": "hybrid"}
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 
-class Options(NamedTuple):
+class BlockOptions(NamedTuple):
     """The options of a call of linears, with the steps before and after them.
 
     linear_act, norm_linear: x -> norm -> linears -> activation
@@ -174,10 +174,10 @@ class Options(NamedTuple):
         if self.over is not None:
             shape = validate.normalized_shape(name, self.over)
         if spec is not None:
-            dtype = validate.norm(name, x, spec, shape, context, "norm.")
+            dtype = validate.norm_dtype(name, x, spec, shape, context, "norm.")
         dtype = context.compute_dtype(dtype)
         validate.multiplied(name, context, dtype, named)
-        validate.runs(name, self.kernel, x, dtype)
+        validate.check_kernel(name, self.kernel, x, dtype)
         if context.twin:
             return None
         b = Builder(context, dtype)
@@ -221,7 +221,7 @@ class Options(NamedTuple):
         if spec is not None:
             # a block's sums may add up over chunks
             sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
-            op = Norm(rule_of(spec, x.dtype), b.dtype, sums, norm_kernel(x, b.dtype))
+            op = Norm(norm_rule_of(spec, x.dtype), b.dtype, sums, kernel_of_norm(x, b.dtype))
             read = b.norm(op, spec.weight, spec.bias)
         numbers = [b.linear(*pair) for pair in zip(self.linears.keys, linears, strict=True)]
         firsts = numbers[: len(numbers) - has_last]
@@ -269,7 +269,7 @@ def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
     return bare, tuple(map(type, bare)), (norm.weight, norm.bias)
 
 
-def norm_kernel(x: Meta, dtype: torch.dtype) -> str:
+def kernel_of_norm(x: Meta, dtype: torch.dtype) -> str:
     """Return which kernels normalise tensors like x."""
     return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
 
@@ -318,17 +318,18 @@ class NormOptions(NamedTuple):
         reads = "x"
         keeps = ()
         if residual is not None:
-            validate.fits(name, "residual", residual, *x.shape, must="must have the shape of x,")
+            must = "must have the shape of x,"
+            validate.check_shape(name, "residual", residual, *x.shape, must=must)
             inputs["residual"] = residual
             if x.dtype != residual.dtype:
                 x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
             reads = b.add(Add(), "total", ("x", "residual"))
             keeps = (reads,)
-        dtype = validate.norm(name, x, spec, shape, context)
+        dtype = validate.norm_dtype(name, x, spec, shape, context)
         if context.twin:
             return None
-        kernel = norm_kernel(x, x.dtype)
+        kernel = kernel_of_norm(x, x.dtype)
         sums = sums_dtype(x, weight, bias)
-        op = Norm(rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
+        op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
         return b.call("norm", inputs, ["y", *keeps], {"keeps": keeps, "num_dims": len(shape)})

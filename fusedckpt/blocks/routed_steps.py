@@ -25,7 +25,7 @@ from fusedckpt.kernels.gating import Gating
 
 
 @dataclass(frozen=True)
-class Route(Op):
+class RouteRows(Op):
     """How the slots of an index are sorted by expert: see `routed.Route`."""
 
     num_experts: int
@@ -243,6 +243,6 @@ class Gated(Op):
         """Return h by torch's ops."""
         *zs, scores, route = reads
         rows = [routed.as_rows(z, route) for z in zs]
-        gate, up = gating.halves(rows[0], None if self.is_packed else rows[1], self.gating)
+        gate, up = gating.gate_and_up(rows[0], None if self.is_packed else rows[1], self.gating)
         h = eager.gated(gate, up, self.gating)
         return routed.per_token((h * routed.of_rows(scores, route)).to(h.dtype), route)

@@ -73,7 +73,7 @@ class Norm(Op):
 
 
 @dataclass(frozen=True)
-class Linear(Op):
+class Gemm(Op):
     """y = x W' + b; or, of an adapter, y = total + scale x W', written over the total."""
 
     # that it multiplies in, and of y
@@ -123,10 +123,10 @@ class Linear(Op):
             return {slot: self._input_grad(code, dy, grad)}
         x = grad.reads["r0"]
         if "sum" in grad.reads:
-            return {slot: code.call(passes.weight_sum, grad.reads["sum"], dy, x, self.scale)}
+            return {slot: code.call(passes.scaled_weight_sum, grad.reads["sum"], dy, x, self.scale)}
         if self.scale == 1 and (self.dtype == self.sums or self.dtype not in HALF):
             return {slot: code.call(torch.mm, code.call("t", dy), x)}
-        return {slot: code.call(passes.weight_grad, dy, x, self.scale, self.sums)}
+        return {slot: code.call(passes.scaled_weight_grad, dy, x, self.scale, self.sums)}
 
     def _input_grad(self, code: Writer, dy: Node, grad: Gradient) -> Node:
         weight = grad.reads["p0"]
@@ -193,7 +193,7 @@ class Hidden(Op):
 
     def with_gemm(self, code: Writer, x: Node, linear: Sequence[Any], keeps: bool) -> list[Node]:
         """Write h = act(x W' + b), and z where it is kept, by one kernel."""
-        return code.items(code.call(kernels.linear_act, x, *linear, self.activation, keeps), 2)
+        return code.items(code.call(kernels.linear_then_act, x, *linear, self.activation, keeps), 2)
 
     def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write dz, du and h, and the sums over the columns of dz and du."""

@@ -55,7 +55,7 @@ def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> Non
             )
 
 
-def dense(name: str, by_name: dict[str, Any]) -> bool:
+def check_dense(name: str, by_name: dict[str, Any]) -> bool:
     """Refuse tensors that no call could take; return whether ours can take all."""
     is_taken = dispatch.takes_all(name, by_name)
     plain = {key: t for key, t in by_name.items() if dispatch.is_plain(type(t))}
@@ -64,7 +64,7 @@ def dense(name: str, by_name: dict[str, Any]) -> bool:
     return is_taken
 
 
-def fits(
+def check_shape(
     name: str, key: str, meta: Any, *shape: Any, must: str = "must be", beside: str = ""
 ) -> None:
     """Refuse a tensor of another shape; None is absent. beside: what the shape follows from."""
@@ -127,7 +127,7 @@ def linears(
         elif shape[-1] != weight[1]:
             problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
         else:
-            fits(name, bias_of(key), parts.bias, *weight[:1])
+            check_shape(name, bias_of(key), parts.bias, *weight[:1])
             rows[key] = weight[0]
             continue
         raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
@@ -158,8 +158,8 @@ def multiplied(
     for key, parts in by_name.items():
         n, k = parts.weight.shape
         for a, b in parts.adapters:
-            fits = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
-            if not fits or (b.shape[0], a.shape[1]) != (n, k):
+            is_pair = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]
+            if not is_pair or (b.shape[0], a.shape[1]) != (n, k):
                 raise ValueError(
                     f"{name}: {key} is {[n, k]}, so A must be [r, {k}] and B [{n}, r], got "
                     f"{list(a.shape)} and {list(b.shape)}"
@@ -170,7 +170,7 @@ def multiplied(
                 )
 
 
-def runs(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
+def check_kernel(name: str, kernel: str | None, x: Meta, dtype: torch.dtype) -> None:
     """Refuse a kernel that cannot run where x is."""
     if kernel not in (None, "split") and dispatch.is_aten(x.device, dtype):
         raise ValueError(
@@ -212,7 +212,7 @@ def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
         raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
 
 
-def norm(
+def norm_dtype(
     name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], context: Context, prefix: str = ""
 ) -> torch.dtype:
     """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
@@ -225,7 +225,7 @@ def norm(
         )
     by_name = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
     for key, value in by_name.items():
-        fits(name, key, value, *shape)
+        check_shape(name, key, value, *shape)
     param_dtypes = {value.dtype for value in by_name.values() if value is not None}
     # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
     fits_cpu = x.device.type == "cpu" and x.dtype in HALF and param_dtypes == {torch.float32}

@@ -20,7 +20,7 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled, reader
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
-from fusedckpt.blocks.programs import LEVELS, Options
+from fusedckpt.blocks.programs import LEVELS, BlockOptions
 from fusedckpt.fusing import sharing
 from fusedckpt.fusing.again import needs_gradient, recomputed
 from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
@@ -279,10 +279,10 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     return y if drops else dropped(module, match, y)
 
 
-def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> Options:
+def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> BlockOptions:
     keys = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
     linears = Linears(PACKED if block.packed == "gate" else keys)
-    return Options(
+    return BlockOptions(
         *(block.kind, block.kind, linears, block.activation),
         save=level,
         chunks=module.chunks,

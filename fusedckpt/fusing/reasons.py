@@ -114,7 +114,7 @@ def of_layer(module: nn.Module) -> NotFused | None:
     if (obstacle := next(filter(None, obstacles), None)) is not None:
         return obstacle
     try:
-        is_taken = validate.dense(type(module).__name__, weights)
+        is_taken = validate.check_dense(type(module).__name__, weights)
     except (TypeError, ValueError) as error:
         return NotFused("dense", str(error))
     return None if is_taken else NotFused("weight", "its parameters are of a class")

@@ -87,7 +87,8 @@ def resilu2(x: Tensor) -> Tensor:
 
 def _run(name: str, activation: str, x: Tensor) -> Tensor:
     is_traced = torch.compiler.is_compiling() or private.are_transforms_active()
-    is_plain = not is_traced and not dispatch.is_recorded(x) and validate.dense(name, {"x": x})
+    is_seen = is_traced or dispatch.is_recorded(x)
+    is_plain = not is_seen and validate.check_dense(name, {"x": x})
     if dispatch.DISABLED or not is_plain:
         return eager.hidden((x,), activation)
     return _Coded.apply(x if x.dim() else x.view(1), activation).view(x.shape)

@@ -12,7 +12,7 @@ from fusedckpt.blocks import programs, validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, Linears
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.programs import Options
+from fusedckpt.blocks.programs import BlockOptions
 
 LEVELS = programs.LEVELS["linear_act"]
 _LINEARS = Linears(LINEAR)
@@ -54,7 +54,7 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     name = "linear_act"
-    options = Options(name, name, _LINEARS, activation, save=save, kernel=kernel)
+    options = BlockOptions(name, name, _LINEARS, activation, save=save, kernel=kernel)
     return run_linears(options, x, (), [(weight, bias)])
 
 
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        options = Options(
+        options = BlockOptions(
             name="Linear",
             caller="Linear",
             linears=_LINEARS,

@@ -27,7 +27,7 @@ from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import LEVELS, Options, split
+from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
 from fusedckpt.layers.sharded import Sharding
@@ -82,7 +82,7 @@ def mlp(
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
     bare, kinds, tensors = split(norm)
-    options = Options(
+    options = BlockOptions(
         name="mlp",
         caller="mlp",
         linears=Linears(PLAIN),
@@ -141,7 +141,7 @@ def gated_mlp(
         )
     up = [] if up_weight is None else [(up_weight, up_bias)]
     bare, kinds, tensors = split(norm)
-    options = Options(
+    options = BlockOptions(
         name="gated_mlp",
         caller="gated_mlp",
         linears=Linears(GATED if up else PACKED),
@@ -193,7 +193,7 @@ class _Block(nn.Module):
         arguments.block_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
         options = {"default": save, "chunks": chunks, **drops}
-        activation, _ = Options(name, name, self.linears, activation, **options).check(None)
+        activation, _ = BlockOptions(name, name, self.linears, activation, **options).check(None)
         super().__init__()
         self.norm = norm
         self.activation = activation
@@ -212,7 +212,7 @@ class _Block(nn.Module):
         modules = self._modules
         is_dropping = self.training
         linears: list[Any] = list(map(modules.__getitem__, self.names))
-        options = Options(
+        options = BlockOptions(
             self.function,
             type(self).__name__,
             self.linears,
@@ -248,13 +248,13 @@ class _Block(nn.Module):
             y = self._called(options, n, linears)
         return input + y if self.residual else y
 
-    def _called(self, options: Options, n: Tensor, linears: list[Any]) -> Tensor:
+    def _called(self, options: BlockOptions, n: Tensor, linears: list[Any]) -> Tensor:
         """Return the linears' result for n, calling each of them."""
         h = eager.hidden([linear(n) for linear in linears[:-1]], options.activation)
         return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
 
     def _on_shards(
-        self, options: Options, input: Any, linears: list[Any], sharding: Sharding
+        self, options: BlockOptions, input: Any, linears: list[Any], sharding: Sharding
     ) -> Any:
         """Run the block on this rank's shards of its weights, the norm on its rows of the input."""
         sharded.check_input(type(self).__name__, input, sharding)

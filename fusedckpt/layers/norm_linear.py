@@ -12,7 +12,7 @@ from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import Options, split
+from fusedckpt.blocks.programs import BlockOptions, split
 from fusedckpt.layers.children import are_letter, spec_of
 
 
@@ -56,7 +56,7 @@ def run_projections(
     """
     keys = tuple([f"weights[{i}]" for i in range(len(linears))])
     bare, kinds, tensors = split(norm)
-    options = Options(
+    options = BlockOptions(
         name, name, Linears(keys), None, bare, kinds, over, is_module=over is not None
     )
     ys = run_linears(options, x, tensors, linears)

@@ -12,7 +12,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
-from fusedckpt.blocks.programs import LEVELS, Options, split
+from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
 from fusedckpt.kernels.activations import name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
@@ -209,7 +209,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
     acts = by_letter.get("a")
     dropout, output_dropout = _rates(layers)
     norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
-    options = Options(
+    options = BlockOptions(
         "Sequential" if norms else kind,
         "Sequential",
         Linears(_WEIGHTS[kind]),

@@ -19,7 +19,7 @@ from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Call
-from fusedckpt.blocks.operands import NormSpec, Parts, rule_of
+from fusedckpt.blocks.operands import NormSpec, Parts, norm_rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
@@ -40,7 +40,7 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     fc1 = b.linear("fc1_weight", Parts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))
-    n = b.norm(Norm(rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
+    n = b.norm(Norm(norm_rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
     fc2 = b.linear("fc2_weight", Parts(w2, b2))
     y = b.apply(fc2, None, n, "y")
     given = {"products": (z,), "dtype": dtype}

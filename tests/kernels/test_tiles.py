@@ -13,7 +13,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
 from fusedckpt.kernels import gemm
 from fusedckpt.kernels.gemm import SCALAR, SHORT_K, TILES, Tile, family, precision_of, tile_for
-from fusedckpt.kernels.linear import linear_act as launch_linear_act
+from fusedckpt.kernels.linear import linear_then_act as launch_linear_act
 from fusedckpt.kernels.runtime import HAS_TRITON
 from tests.ptx.product_cases import precision as multiplying_in
 

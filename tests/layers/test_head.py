@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fusedckpt
 from fusedckpt import LoRA, functional
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.blocks.head import chunks_for
+from fusedckpt.blocks.head import head_chunks_for
 from fusedckpt.memory import peak_bytes
 
 T, D, V = 45, 17, 70
@@ -193,9 +193,9 @@ def test_peak():
 
 
 def test_chunks_from_shapes():
-    assert chunks_for(2048, 32000, 512, torch.float32) == 4
-    assert chunks_for(8192, 128256, 4096, torch.bfloat16) == 8
-    assert chunks_for(0, 7, 7, torch.float32) == 1
+    assert head_chunks_for(2048, 32000, 512, torch.float32) == 4
+    assert head_chunks_for(8192, 128256, 4096, torch.bfloat16) == 8
+    assert head_chunks_for(0, 7, 7, torch.float32) == 1
 
 
 def test_an_adapted_head():
