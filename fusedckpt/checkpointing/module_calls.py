@@ -21,7 +21,8 @@ from fusedckpt.autograd import private
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import uncompiled
 
-# compiled modules warn that they call global hooks too, as they shall
+# compiled modules warn that they call global hooks too, as they are meant to. The filter is for the
+# whole process: catch_warnings around a recompute would change the filters of other threads
 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
 
 

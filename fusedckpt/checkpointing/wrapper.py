@@ -5,6 +5,7 @@ There is no wrapper: whatever reads, copies, shards or loads a model meets the m
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -52,14 +53,17 @@ class CheckpointedForward:
     """Checkpoints a module's forward: `own`, which was set on the module, or that of its class."""
 
     def __init__(self, module: nn.Module, own: Any, options: dict[str, Any]):
-        # as a bound method has it; in a copy of the module it is the copy
+        # as a bound method has it; in a deep copy of the module it is the copy
         self.__self__ = module
         self.own, self.options = own, options
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward without a checkpoint; fusing changes the module's class."""
-        module = self.__self__
+        """The forward without a checkpoint."""
+        return self._forward_of(self.__self__)
+
+    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
+        """Return a module's forward without a checkpoint; fusing changes the module's class."""
         if self.own is not None:
             return self.own
         if torch.compiler.is_compiling():
@@ -71,4 +75,11 @@ class CheckpointedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's output, saving only its arguments."""
-        return checkpoint(**self.options)(self.__wrapped__)(*args, **kwargs)
+        module = self.__self__
+        if not torch.compiler.is_compiling():
+            # shallow copies, such as replicas of DataParallel, have this object as their forward:
+            # the caller's frame alone knows which module is called
+            caller = sys._getframe(1).f_locals.get("self")
+            if isinstance(caller, nn.Module) and vars(caller).get("forward") is self:
+                module = caller
+        return checkpoint(**self.options)(self._forward_of(module))(*args, **kwargs)

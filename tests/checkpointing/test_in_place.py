@@ -241,3 +241,23 @@ def test_data_parallel(tmp_path):
     import checkpoint_ranks
 
     run_ranks(checkpoint_ranks.main, tmp_path)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, nn.Module._replicate_for_data_parallel])
+def test_a_shallow_copy_runs_its_own_forward(copied):
+    """Such as a replica of DataParallel, whose parameters are on another device."""
+
+    class Scaled(nn.Module):
+        scale = 2.0
+
+        def forward(self, x):
+            return (x * self.scale).sin()
+
+    module, x = Checkpoint(Scaled()), torch.randn(3, requires_grad=True)
+    replica = copied(module)
+    replica.scale = 3.0
+    for called, scale in ((replica, 3.0), (module, 2.0)):
+        y = called(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        torch.testing.assert_close(y, (scale * x).sin(), rtol=0, atol=0)
+        torch.testing.assert_close(dx, scale * (scale * x).cos())
