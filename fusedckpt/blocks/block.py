@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd import dispatch, levels, private
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import Phase
@@ -23,6 +23,7 @@ from fusedckpt.blocks import compiled, derive, eager, ops, reader, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import Call
 from fusedckpt.blocks.eager import draw_seeds
+from fusedckpt.blocks.late import WeightRead, hand_over
 from fusedckpt.blocks.layer import Layer
 from fusedckpt.blocks.operands import (
     Parts,
@@ -97,12 +98,17 @@ class Block(torch.autograd.Function):
         elif any(map(_IS_GIVEN, products)):
             args = (call, wanted, dys, like, given)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
+        elif call.late and not (torch.compiler.is_compiling() or private.num_dispatch_modes()):
+            grads = run.backward(call, wanted, dys, like, given, leaves_late=True)
         else:
             grads = compute(call, wanted, dys, like, given)
         for i, dtype in enumerate(call.dtypes):
             # each sum is freed as it is rounded, not after all of them
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
+        if call.late:
+            others = [call.num_inputs + number for number in call.others]
+            hand_over(ctx, grads, like, call.metas, others)
         return (None, None, *grads)
 
 
@@ -118,6 +124,13 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
     """Run a call on its tensors, x first."""
     if call.num_seeds:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
+    if call.late and phase is None and torch.is_grad_enabled():
+        tensors = tuple(
+            [
+                WeightRead.apply(t) if place in call.late and t.requires_grad else t
+                for place, t in enumerate(tensors, 1)
+            ]
+        )
     read = x if call.read is None else x.to(call.read)
     function = partial(Block.apply, call, phase)
     if phase is None and (x.grad_fn is not None or active() is not None):

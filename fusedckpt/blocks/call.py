@@ -104,6 +104,9 @@ class Call:
         self.is_norm = is_one and is_norm
         self.num_inputs = len(program.inputs)
         self.num_dims = program.num_dims
+        # places of weights with a gradient that is computed late
+        late = [step.params[0] for step in program.steps if getattr(step.op, "is_late", False)]
+        self.late = tuple([self.num_inputs + n for n in late if n is not None])
         self.names = (*program.inputs, *range(len(program.params)))
         self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
         # the name by which ops find it: a description, and a number, as shapes are not described

@@ -96,7 +96,10 @@ class ExpertOptions(NamedTuple):
         chunks = self.chunks or run.cut_for(nbytes, sums)
         b = Builder(context, dtype)
         inputs = dict(zip(_INPUTS, (x, index, scores), strict=True))
-        self._steps(b, gating, x, index, linears)
+        # one weight's gradient after the other, where these are larger than rows that live longer
+        rows = index.shape.numel() * x.shape[-1]
+        is_late = chunks == 1 and rows < num_experts * math.prod(sizes)
+        self._steps(b, gating, x, index, linears, is_late=is_late)
         fields = {"products": self.products, "top_k": index.shape[-1]}
         level = level if context.grad else "inputs"
         return b.call("experts", inputs, ["y"], fields, casts=True, level=level, chunks=chunks)
@@ -137,8 +140,16 @@ class ExpertOptions(NamedTuple):
         first, last = sizes
         return (last, first) if self.is_transposed else (first, last)
 
-    def _steps(self, b: Builder, gating: Gating, x: Any, index: Any, linears: Any) -> None:
-        """Add the parameters and steps."""
+    def _steps(
+        self,
+        b: Builder,
+        gating: Gating,
+        x: Any,
+        index: Any,
+        linears: Any,
+        is_late: bool = False,
+    ) -> None:
+        """Add the parameters and steps; is_late: see `Grouped`, for all weights but the last."""
         dtype = b.dtype
         top_k = index.shape[-1]
         pairs = zip(self.linears.keys, linears, strict=True)
@@ -147,7 +158,7 @@ class ExpertOptions(NamedTuple):
         b.add(route, "route", ("index",))
         b.add(Move(top_k, gathers=True, dtype=dtype), "rows", ("x", "route"))
         for out, number in zip(self.products, numbers, strict=False):
-            self._apply(b, top_k, number, ("rows", "route"), out)
+            self._apply(b, top_k, number, ("rows", "route"), out, is_late=is_late)
         b.add(Gated(gating, not self.is_split), "h", (*self.products, "scores", "route"))
         reads = ("h", "route") if linears[-1].bias is None else ("h", "route", "scores")
         self._apply(b, top_k, numbers[-1], reads, "down_rows")
@@ -166,11 +177,21 @@ class ExpertOptions(NamedTuple):
             return None, runs_triton
         return routed.kernel_for(path, x.device, b.dtype, *sizes), runs_triton
 
-    def _apply(self, b: Builder, top_k: int, numbers: Any, reads: Any, out: str) -> None:
+    def _apply(
+        self,
+        b: Builder,
+        top_k: int,
+        numbers: Any,
+        reads: Any,
+        out: str,
+        is_late: bool = False,
+    ) -> None:
         """Add the steps of a grouped linear: y, then for each adapter a narrow value and a sum."""
         weight, bias, adapters = numbers
         options = top_k, self.is_transposed, b.dtype
-        op = Grouped(*options, is_quantised=weight in b.others)
+        is_quantised = weight in b.others
+        is_late = is_late and not (is_quantised or adapters)
+        op = Grouped(*options, is_quantised=is_quantised, is_late=is_late)
         y = b.add(op, f"{out}.base" if adapters else out, reads, (weight, bias))
         for i, (first, last, constants, _) in enumerate(adapters):
             if rate := constants.dropout:

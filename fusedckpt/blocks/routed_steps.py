@@ -17,6 +17,7 @@ from torch.fx import Node
 from fusedckpt.autograd import private
 from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.compiled import grouped_product
+from fusedckpt.blocks.late import late_weight_grad
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import EachExpert, QuantisedWeight
 from fusedckpt.blocks.writer import Writer
@@ -95,6 +96,8 @@ class Grouped(Op):
     is_quantised: bool = False
     # of the product
     scale: float = 1.0
+    # whether the weight's gradient is computed after that of the last weight, see `late`
+    is_late: bool = False
     has_gemm = casts = True
     # x is freed before its gradient is computed
     gradients = (
@@ -144,6 +147,8 @@ class Grouped(Op):
             return {slot: code.call("mul_", slots_and_nodes, self.scale)}
         if "sum" in reads:
             return {slot: code.call(grouped.weight_sum, reads["sum"], *pair, route)}
+        if self.is_late:
+            return {slot: code.call(late_weight_grad, *pair, route)}
         return {slot: code.call(grouped.weight_grad, *pair, route)}
 
     def eager(self, reads: Sequence[Any], params: Sequence[Any]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.private import below
 from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.late import computed
 from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_matrix
 
@@ -77,11 +78,13 @@ def backward(
     like: Tensor,
     saved: Mapping[Any, Any],
     donates: bool = False,
-) -> list[Tensor | None]:
+    leaves_late: bool = False,
+) -> list[Any]:
     """Return the gradients of inputs and parameters.
 
     like: one of dys; saved: the saved tensors, parameters by number, values by name; donates:
-    whether the products may be written over.
+    whether the products may be written over; leaves_late: whether late gradients are returned as
+    they are, to be computed by the caller.
     """
     results = call.program.results
     products = tuple(map(_IS_GIVEN, map(saved.get, call.program.products)))
@@ -92,6 +95,8 @@ def backward(
             grads = list(code.run(0, *args))
         else:
             grads = _backward_in_chunks(call, code, args, math.prod(like.shape[: -call.num_dims]))
+        if call.late and not leaves_late:
+            grads = computed(grads)
         if like.dim() == 2 and call.num_dims == 1:
             return grads
         pairs = zip(code.given, args, strict=True)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantisedWeight
+from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantisedWeight, reference
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.blocks import run
 from fusedckpt.functional import experts, gated_mlp
@@ -301,3 +301,41 @@ def test_refusals(change, error, says):
     given = {key: on_device(value) for key, value in given.items()}
     with pytest.raises(error, match=f"^experts: .*{says}"):
         experts(x, **given)
+
+
+def test_gradients_of_weights_are_computed_one_after_the_other():
+    """With few tokens they are the largest tensors of a backward; here they are added to others."""
+    num_experts, d, f = 4, 64, 128
+    weights = (
+        nn.Parameter(torch.randn(num_experts, 2 * f, d, device=DEVICE)),
+        nn.Parameter(torch.randn(num_experts, d, f, device=DEVICE)),
+    )
+    x, scores = randn(6, d), torch.rand(6, 2, device=DEVICE)
+    index = torch.arange(12, device=DEVICE).view(6, 2) % num_experts
+
+    def clear():
+        for weight in weights:
+            weight.grad = torch.zeros_like(weight)
+
+    def loss(function=experts):
+        return function(x, index, scores, *weights).sin().sum()
+
+    with forced_path("aten"):
+        clear()
+        peak = peak_bytes(lambda: loss().backward())
+        gate_up, down = (weight.nbytes for weight in weights)
+        assert gate_up <= peak < gate_up + down
+        expected = torch.autograd.grad(loss(reference.experts), weights)
+        # a retained graph, and parts of it
+        y = loss()
+        grads = torch.autograd.grad(y, weights, retain_graph=True)
+        torch.testing.assert_close(grads, expected)
+        assert torch.equal(torch.autograd.grad(y, weights[0], retain_graph=True)[0], grads[0])
+        clear()
+        # a hook finds a whole gradient
+        seen = []
+        handle = weights[0].register_hook(lambda grad: seen.append(grad.untyped_storage().nbytes()))
+        y.backward()
+        handle.remove()
+        assert seen == [gate_up]
+        torch.testing.assert_close([weight.grad for weight in weights], [*grads])
