@@ -16,6 +16,10 @@ from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.determinism import Results, note_of
 from fusedckpt.reporting.containers import nested, restorer
 
+# of units that change an argument: why no segment may hold them, and what to do
+CHANGES = "changes its argument"
+ADVICE = "for a cache of keys and values, call plan and the model with (..., use_cache=False)"
+
 
 class ChangedArguments:
     """The objects among arguments, and those of them that a call changed."""

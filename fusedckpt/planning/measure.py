@@ -47,7 +47,7 @@ def measured(
     meter = Meter(step, found)
     alone = meter.alone()
     freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
-    costs = _Costs(meter, found, alone, step.parameters()[0].device)
+    costs = _Costs(meter, found, alone, step.device)
     costs.measure(selective)
     kind = step_kind(step), tuple(unit.name for unit in found), selective
     plain, times = once(kind, costs.times)

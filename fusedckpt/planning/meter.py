@@ -302,7 +302,7 @@ class Meter:
 
     def times(self, roles: Roles) -> tuple[Times, list[float]]:
         """Return the times of a step, and the ms of each unit's forward in it."""
-        device, at = self._step.parameters()[0].device, dict[str, float]()
+        device, at = self._step.device, dict[str, float]()
         marker = _Marker(lambda x: at.update({x: seconds(device)}), _Held(len(roles)))
         with self._in(roles, marker):
             found = times_of(self._step)

@@ -7,6 +7,7 @@ from itertools import groupby, pairwise
 from typing import Any, TypeAlias
 
 from fusedckpt.planning.chain import Item
+from fusedckpt.planning.changed_arguments import ADVICE, CHANGES
 from fusedckpt.planning.roles import PLAIN
 from fusedckpt.planning.solver import by_rule, least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
@@ -78,7 +79,10 @@ def _figures(plan: Plan) -> list[str]:
         "limited by": _limited_by(plan),
     }
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
-    return lines + [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
+    lines += [f"  {'not planned':16}{name}: {why}" for name, why in plan.left_out.items()]
+    if any(why.startswith(CHANGES) for why in plan.left_out.values()):
+        lines.append(f"  {'advice':16}{ADVICE}")
+    return lines
 
 
 def _limited_by(plan: Plan) -> str | None:

@@ -21,7 +21,7 @@ from fusedckpt.checkpointing.repeat_check import NOT_THE_SAME, RepeatCheck
 from fusedckpt.fusing.without_recipes import has_recipes
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning import grouping
-from fusedckpt.planning.changed_arguments import ChangedArguments
+from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArguments
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
 from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
 from fusedckpt.planning.units import levels_of
@@ -29,7 +29,7 @@ from fusedckpt.reporting.containers import nested, trimmer
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-WRITES, CHANGES = "modifies its input", "changes its argument"
+WRITES = "modifies its input"
 
 
 class Survey(NamedTuple):
@@ -250,8 +250,7 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
             "plan: expected units that do the same each time they are called, each one "
-            f"{changing[0]}: for a cache of keys and values, call plan and the model with "
-            "(..., use_cache=False)"
+            f"{changing[0]}: {ADVICE}"
         )
     if not units:
         told = [f"{name} {why}" for name, why in left_out.items()]

@@ -14,6 +14,7 @@ from statistics import median, quantiles
 
 from fusedckpt.planning.budget import Policy, spare_bytes
 from fusedckpt.planning.chain import Chain, Item, Outcome, simulate
+from fusedckpt.planning.changed_arguments import ADVICE, CHANGES
 from fusedckpt.planning.measure import Measured
 from fusedckpt.planning.meter import Times, once, peak_of, step_kind, times_of
 from fusedckpt.planning.offloading import choose
@@ -91,7 +92,7 @@ class Trials:
                 return plan
             # the prediction may miss the same bytes again
             searched = min(searched, plan.predicted_bytes) - excess
-        needed, spare = lowest.peak, spare_bytes(self.step.parameters()[0].device)
+        needed, spare = lowest.peak, spare_bytes(self.step.device)
         # a plan that may not fit the device at all is not run
         if lowest.peak <= max(_DOUBT * limit, chain.base + spare):
             plans = self._lowest()
@@ -140,7 +141,7 @@ class Trials:
     def timed(self, found: Plan) -> Plan:
         """Return the plan with its cost in steps, where one that saves everything fits."""
         everything, pairs = by_rule(self.chain, "none"), list[tuple[Times, Times]]()
-        device, plain = self.step.parameters()[0].device, self.measured.plain
+        device, plain = self.step.device, self.measured.plain
         if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
             key = step_kind(self.step), found.items
             pairs = once(key, lambda: self._pairs(self._plan(everything), found))
@@ -191,7 +192,8 @@ def _left_out(reasons: Mapping[str, str]) -> str:
         f"{alike[0]}{f' and {len(alike) - 1} more' if alike[1:] else ''} ({reason})"
         for reason, alike in names.items()
     ]
-    return f"; not planned: {', '.join(told)}" if told else ""
+    advice = f"; {ADVICE}" if any(reason.startswith(CHANGES) for reason in names) else ""
+    return f"; not planned: {', '.join(told)}{advice}" if told else ""
 
 
 def _selective(chain: Chain) -> Outcome:

@@ -94,6 +94,12 @@ class Step(NamedTuple):
         device = held[0].device
         return nbytes_of(x for x in held if x.device == device) + self.beside
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the first parameter, else of the first buffer or input."""
+        tensors = [*self.parameters(), *self.model.buffers(), *self.inputs()]
+        return tensors[0].device
+
     def inputs(self) -> list[Tensor]:
         """Return the tensors that the model gets."""
         return list(tensors_of((self.args, self.kwargs)))

@@ -120,7 +120,9 @@ def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
 def test_a_reading_of_units_that_were_not_called():
     names = ["begin", "forward", "enter 1", "leave 1", "returned", "backward", "back 1", "end"]
     phases = [Phase(name, 10 * i, 10 * i + 5, 1.0) for i, name in enumerate(names)]
-    held = SimpleNamespace(late=lambda: [0, 0, 0], inputs=[], kept_inputs=lambda: [])
+    held = SimpleNamespace(
+        late=lambda: [0, 0, 0], inputs=[], kept_inputs=lambda: [], kept_constants=[]
+    )
     reading = Reading(phases, held)
     assert [reading.begin(i) for i in range(3)] == [20, 20, 40]
     assert (reading.peak("enter", 0), reading.peak("back", 0)) == (20, 0)

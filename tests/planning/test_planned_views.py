@@ -167,3 +167,21 @@ def test_casts_of_weights_are_predicted(where, width, rows, policy):
             assert_near(run())
     else:
         assert_near(run())
+
+
+class Waves(nn.Module):
+    def forward(self, x):
+        return x.sin().cos()
+
+
+@pytest.mark.parametrize("policy", ["all", "memory"])
+def test_a_model_without_parameters(policy):
+    model, x = nn.Sequential(Waves(), nn.Tanh(), Waves()), torch.randn(256, 64, requires_grad=True)
+    found = planned(model, x, policy=policy)
+    assert len(found.chain.units) == 3
+    assert found.predicted_bytes == found.measured_bytes
+    found.apply(model)
+    (ours,) = torch.autograd.grad(model(x).square().mean(), x)
+    found.undo()
+    (eager,) = torch.autograd.grad(model(x).square().mean(), x)
+    assert torch.equal(ours, eager)
