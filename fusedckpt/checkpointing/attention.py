@@ -2,10 +2,9 @@
 
 While a checkpoint runs that asks for regions named "attention", these are such regions:
 F.scaled_dot_product_attention, the functions of transformers' attention interface, and those of
-flash_attn; of regions named "scan", the functions of `scans`. Where it asks for LINEAR, F.linear is
-one until attention is called. Other threads call
-them as ever, as a region outside of a checkpoint is a plain call. Under torch.compile a policy
-saves the outputs of attention's ops.
+flash_attn; of regions named "scan", the functions of `scans`. Other threads call them as ever, as a
+region outside of a checkpoint is a plain call. Under torch.compile a policy saves the outputs of
+attention's ops.
 """
 
 from __future__ import annotations
@@ -24,14 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing import scans
 from fusedckpt.checkpointing.regions import Keeper, region, regions_seen
 
 NAME = "attention"
-# asked for by this name alone, not by a pattern
-LINEAR = "fusedckpt.linear"
 # torch's function, which these call, is the region
 _NO_REGIONS = ("sdpa", "paged|sdpa")
 # of versions 2 and 3
@@ -130,19 +127,6 @@ def _wrapped(fn: Any, wrap: Callable[[Any], Any]) -> Any:
     return update_wrapper(wrap(fn), fn)
 
 
-def _linear() -> Iterator[_Place]:
-    fn, run = F.linear, region(F.linear, LINEAR)
-
-    def ours(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        phase = phases.current()
-        if isinstance(phase, Keeper) and any(one.name == NAME for one in phase.records):
-            # the recompute ends before it, where nothing behind saves tensors
-            return fn(input, weight, bias)
-        return run(_cast(input), weight, bias)
-
-    yield _TORCH, "linear", update_wrapper(ours, fn)
-
-
 @contextmanager
 def watched(see: Callable[[str], None]) -> Iterator[None]:
     """Call `see` with the kind of each function of attention or of a mixer that is called."""
@@ -166,7 +150,6 @@ def watched(see: Callable[[str], None]) -> Iterator[None]:
 
 # by the names of their regions
 _FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
-_LINEAR = _Functions(_linear)
 
 
 def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
@@ -177,10 +160,6 @@ def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
 @contextmanager
 def _called(keeper: Keeper) -> Iterator[None]:
     with ExitStack() as stack:
-        if LINEAR in keeper.patterns:
-            # it ends where attention is called
-            stack.enter_context(_FUNCTIONS[NAME].regions())
-            stack.enter_context(_LINEAR.regions())
         for name, functions in _FUNCTIONS.items():
             if keeper.asks(name):
                 stack.enter_context(functions.regions())

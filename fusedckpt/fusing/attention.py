@@ -8,15 +8,15 @@ from torch import nn
 
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
-from fusedckpt.fusing import adapters, forwards, reasons
+from fusedckpt.fusing import forwards, reasons
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
 from fusedckpt.fusing.mixing import mixers, united
-from fusedckpt.fusing.recomputed import GAINS, MIXES, SAVE, SEEN, Recomputed
+from fusedckpt.fusing.recomputed import MIXES, SAVE, SEEN, Recomputed
 from fusedckpt.fusing.running import mixers_of
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.subclass import subclass
 
 # names by which pickles of earlier releases find the class
 FusedAttention = Recomputed
@@ -42,35 +42,20 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        gains = kinds == {NAME} and _gains(module)
-        attributes = {SEEN: None, SAVE: save, GAINS: gains, MIXES: kinds}
-        if not search.has(name, "attention") or not (save == "inputs" or gains):
+        attributes = {SEEN: None, SAVE: save, MIXES: kinds}
+        if not search.has(name, "attention") or save != "inputs":
             continue
         kind = type(module)
         reason = reasons.of_storage(module) or unfit(module, attributes, [])
         if reason is not None:
             report.leave(name, "attention", reason, kind.__name__)
             continue
-        change = f"{kind.__name__} -> recomputed{_kept(save, kinds)}"
+        change = f"{kind.__name__} -> recomputed{_kept(kinds)}"
         part, to = Part("attention", change, None), subclass(Recomputed, kind)
         report.swap(name, part)
         search.swaps.append((module, Swap("attention", change, to, attributes, parts={"": part})))
 
 
-def _kept(save: str, kinds: frozenset[str]) -> str:
-    if save != "inputs":
-        return " but for attention and linears"
+def _kept(kinds: frozenset[str]) -> str:
     kept = ["attention itself"] * (NAME in kinds) + ["its scan"] * (SCAN in kinds)
     return f" but for {' and '.join(kept)}" if kept else ""
-
-
-def _gains(module: nn.Module) -> bool:
-    """Whether it saves less with the outputs of its linears alone: norms work on these."""
-    parts = [m for m in module.modules() if any(True for _ in m.parameters(recurse=False))]
-    linears = [m for m in parts if any(p.dim() > 1 for p in m.parameters(recurse=False))]
-    is_plain = not any(map(adapters.is_lora, module.modules()))
-    return is_plain and len(linears) < len(parts) and all(map(_is_linear, linears))
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return type(module) is nn.Linear or (made_of(type(module)) or (None, None))[1] is nn.Linear

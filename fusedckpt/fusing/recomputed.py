@@ -5,9 +5,7 @@ attention interface, the functions of `scans`. Where a fused norm made its input
 is saved in its place. Attention that is no such call, and a scan in torch's ops, runs again, too,
 where it would save more than four times its result. An MLP that no program computes calls none.
 
-At the levels "gate" and "preact" an attention module also saves the outputs of its linears, and
-recomputes its norms and all between these and attention. A module without norms, which would save
-no less, runs as ever.
+At the levels "gate" and "preact" an attention module runs as ever.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels, origins, phases
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import Made, view_of_leaf
-from fusedckpt.checkpointing.attention import LINEAR, NAME
+from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
@@ -41,8 +39,8 @@ RERUN = Block("recomputed", (), "")
 
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
-# the attributes of a module: its options whose calls run as ever, and why; its level; see `_gains`
-SEEN, SAVE, GAINS = "_fusedckpt_unseen", "_fusedckpt_save", "_fusedckpt_gains"
+# the attributes of a module: its options whose calls run as ever, and why; its level
+SEEN, SAVE = "_fusedckpt_unseen", "_fusedckpt_save"
 # kinds of the functions by which it mixes tokens
 MIXES = "_fusedckpt_mixes"
 
@@ -50,14 +48,13 @@ MIXES = "_fusedckpt_mixes"
 class Recomputed(Swapped):
     """The forward of a module's own class, recomputed in backward but for attention and scans.
 
-    At the levels "gate" and "preact" of an attention module, but for its linears, too.
+    At the levels "gate" and "preact" the forward of an attention module runs as ever.
     """
 
     # of an MLP that no program computes: the state that was recorded
     _fusedckpt_match: MLPMatch | None = None
     # pickles of earlier releases have none
     _fusedckpt_save = "inputs"
-    _fusedckpt_gains = False
     _fusedckpt_mixes = frozenset((NAME,))
 
     @property
@@ -69,14 +66,13 @@ class Recomputed(Swapped):
         """Run the original forward, in a checkpoint where that saves less."""
         forward = super(Swapped, self).forward
         x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
-        keeps_linears = self._level() != "inputs"
-        if self._runs_as_ever(x, keeps_linears):
+        if self._runs_as_ever(x):
             return forward(*args, **kwargs)
         given = *args, *kwargs.values()
         tensors = [one for one in objects_in([*given]) if isinstance(one, Tensor)]
         if not needs_gradient(self, tensors):
             return forward(*args, **kwargs)
-        found, way = self._obstacle(given), (keeps_linears, *_way(self, kwargs))
+        found, way = self._obstacle(given), _way(self, kwargs)
         seen = self.__dict__.get(SEEN)
         if found is None and seen is not None and seen[0] == (way, x.shape):
             found = NotFused(seen[1])
@@ -84,24 +80,19 @@ class Recomputed(Swapped):
             fallbacks.note(self, found)
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt_match is not None
-        regions = () if is_mlp else (NAME, LINEAR) if keeps_linears else (NAME, SCAN)
+        regions = () if is_mlp else (NAME, SCAN)
         draws = self.training, not is_mlp
         y = recomputed(self, forward, x, given, tuple(kwargs), regions=regions, draws=draws)
         if not is_mlp:
             self._look_at(x, y, way)
         return y
 
-    def _level(self) -> str:
-        """Return the level of a call; an MLP has one."""
-        if self._fusedckpt_match is not None:
-            return "inputs"
-        return levels.override.level or self._fusedckpt_save
-
-    def _runs_as_ever(self, x: Any, keeps_linears: bool) -> bool:
-        """Whether a call saves nothing for backward, or a compiler or checkpoint around decides."""
+    def _runs_as_ever(self, x: Any) -> bool:
+        """Whether a call saves nothing for backward, or a level, compiler or checkpoint decides."""
         if self._fusedckpt_match is not None:
             return not torch.is_grad_enabled() or dispatch.is_recorded(x)
-        return not self.training or (keeps_linears and not self._fusedckpt_gains) or _is_plain(x)
+        level = levels.override.level or self._fusedckpt_save
+        return not self.training or level != "inputs" or _is_plain(x)
 
     def _obstacle(self, given: tuple[Any, ...]) -> NotFused | None:
         """Return why this call cannot be made twice."""
@@ -129,7 +120,7 @@ class Recomputed(Swapped):
     def _look_at(self, x: Tensor, y: Any, way: tuple[Any, ...]) -> None:
         """Note that attention or a scan runs again; where it gains little, later calls are as ever.
 
-        That is at other levels, and where attention is no region, and saves little itself.
+        That is where attention is no region, and saves little itself.
         """
         results = [one for one in pytree.tree_leaves(y) if isinstance(one, Tensor)]
         for place, one in enumerate(results):
@@ -143,17 +134,16 @@ class Recomputed(Swapped):
             }
             found = None
             if again:
-                found = NotFused("large") if way[0] else NotFused("again", again[0])
+                found = NotFused("again", again[0])
             elif is_unseen:
                 samples = segment.samples
                 is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
-                is_again = is_large and not way[0]
-                found = NotFused("again", NAME) if is_again else NotFused("unseen")
+                found = NotFused("again", NAME) if is_large else NotFused("unseen")
             if found is not None and found[0] != "again":
                 self.__dict__[SEEN] = (way, x.shape), found[0]
             if found is not None:
                 fallbacks.note(self, found)
-            elif not (way[0] or dispatch.has_hooks(self)):
+            elif not dispatch.has_hooks(self):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_made_again, weakref.ref(segment), place)
                 origins.note(one, origins.MODULE, source, *self.parameters())

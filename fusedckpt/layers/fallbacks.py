@@ -42,10 +42,6 @@ WORDS = {
         "its {} would save more than four times its result, and runs again in backward",
         "set its dropout to 0, or skip it",
     ),
-    "large": (
-        "attention or a linear in it would save more than four times its result",
-        'save="inputs" recomputes it',
-    ),
     "unseen": (
         "its attention is no call of torch's or transformers' functions, and saves little",
         'attn_implementation="sdpa" is one',

@@ -80,7 +80,7 @@ def test_hugging_face_models(kind):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_fused_attention_at_its_levels(kind):
-    """Attention saves its input, its linears' outputs where norms work on them, or q, k and v."""
+    """Attention saves its input, or q, k and v."""
     model, x = hugging_face(kind), torch.randint(128, (2, 128))
     inputs = {"input_ids": x, "labels": x, "use_cache": False}
     plain = copy.deepcopy(model)
