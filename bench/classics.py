@@ -27,11 +27,12 @@ from bench.models import HEAD_DIM
 from bench.options import Options
 from bench.results import MIB, Row, rounded
 from bench.search import most
-from bench.tables import mib, progress
+from bench.tables import mib
 from bench.training import Batch, Tick, Trial, Way, Workload, resident
 from bench.ways import BUDGETS, NOTES
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
+from fusedckpt.reporting.progress import progress
 
 SEGMENTS = {"conv": (1, 2, 4, 8, 16, 32), "mlp": (2, 3, 5, 10)}
 # besides a number of segments

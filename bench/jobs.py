@@ -23,7 +23,7 @@ from bench.implementations import implementations_of
 from bench.measure import NO_GRAPH, DeviceLost, Implementation, Work
 from bench.results import Row, append
 from bench.show import BENIGN, show_rows
-from bench.tables import progress
+from fusedckpt.reporting.progress import progress
 
 # implementations that the command stands for: it fails if one of these raises
 OWN = ("eager", "fusedckpt", "ours(")

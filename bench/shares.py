@@ -28,11 +28,12 @@ from bench.options import Options
 from bench.results import MIB, Row, append
 from bench.shapes import DENSE, EXPERTS, HARDER, TOKENS, WHOLE, D, Shape, model_of
 from bench.survey import DTYPE, WAYS, Bytes, measured_step, obstacle
-from bench.tables import Columns, progress, show
+from bench.tables import Columns, show
 from bench.zoo import ZOO
 from fusedckpt import fuse
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.memory import SavedTensors, saved_tensors
+from fusedckpt.reporting.progress import progress
 
 LANGUAGE: Mapping[str, Shape] = {**DENSE, **HARDER, **EXPERTS}
 # bytes of D values of every token, in bfloat16

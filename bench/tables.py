@@ -1,10 +1,8 @@
-"""Numbers and tables as text, and the progress of a command."""
+"""Numbers and tables as text."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from bench.results import MIB
@@ -50,24 +48,3 @@ def show(
     else:
         drawn = table(tuple(columns), cells, numbers, compact=True)
         print(title, drawn, *notes, sep="\n", end="\n\n", flush=True)
-
-
-@contextmanager
-def progress(part: str, total: int) -> Iterator[Callable[[str], None]]:
-    """Yield a function to be called with the name of each step that begins, of `total`.
-
-    In a terminal one line on stderr changes, elsewhere each step is a line.
-    """
-    done, is_shown = 0, sys.stderr.isatty()
-
-    def begin(what: str) -> None:
-        nonlocal done
-        done += 1
-        start, end = ("\r\033[K", "") if is_shown else ("", "\n")
-        print(f"{start}{part} {done}/{total}: {what}", end=end, file=sys.stderr, flush=True)
-
-    try:
-        yield begin
-    finally:
-        if is_shown:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)

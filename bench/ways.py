@@ -22,10 +22,11 @@ from bench.implementations import compiled
 from bench.options import DTYPES, NATURAL, Options
 from bench.results import Row
 from bench.subjects import Subject, factory_of, ours, yours
-from bench.tables import mib, progress
+from bench.tables import mib
 from bench.tasks import KINDS
 from bench.training import CACHED, RECIPES, Tick, Way, Workload, compare, resident
 from fusedckpt.planning.budget import bytes_of
+from fusedckpt.reporting.progress import progress
 
 # of the way from the least peak that a plan reaches to that of saving everything
 BUDGETS = (0.25, 0.5, 0.75)

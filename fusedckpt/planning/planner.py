@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,6 +25,7 @@ from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_count, check_model, in_a_row, names_of
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.out_of_memory import note_plan
+from fusedckpt.reporting.progress import progress
 from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
@@ -108,7 +106,7 @@ def plan(
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
             group; False plans on this rank alone.
-        progress: show the current activity on stderr, if rich is installed.
+        progress: show the current activity on stderr, in a terminal.
 
     Returns:
         A Plan, not yet applied.
@@ -243,7 +241,7 @@ def _planned(step: Step, names: list[str], goal: _Goal) -> Plan:
     with (
         trial(parts, step.optimizers, given, limit or 0),
         torch.enable_grad(),
-        telling(goal.progress) as tell,
+        progress("plan", 3, goal.progress) as tell,
     ):
         tell("running the model")
         if goal.is_default:
@@ -298,14 +296,3 @@ def _empty_gradient(parameter: Tensor, is_sparse: bool) -> Tensor:
         indices = parameter.new_empty((1, 0), dtype=torch.long)
         return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
     return torch.zeros_like(parameter)
-
-
-@contextmanager
-def telling(progress: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current activity on stderr, where rich is installed."""
-    if not progress or importlib.util.find_spec("rich") is None:
-        yield lambda text: None
-        return
-    console = importlib.import_module("rich.console").Console(stderr=True)
-    with console.status("planning") as status:
-        yield status.update
