@@ -4,7 +4,7 @@ The interpreter proves a kernel's numbers; this proves, also without a GPU, that
 compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
 kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
 
-    python -m tests.kernels.compile_only sm_90 MODULE:FUNC
+    python -m tests.kernels.compile_only sm_90 MODULE:FUNC [sm_100 MODULE:FUNC ...]
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from io import StringIO
@@ -305,28 +305,36 @@ def compile_all(
     Without a function each chip compiles the launches that its row names.
     """
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-
-    def compile_one(target: str) -> list[Compiled]:
-        name = f"{module}:{function or CHIPS[target].launches}"
-        command = [sys.executable, "-m", "tests.kernels.compile_only", target, name]
-        how: Any = {"cwd": ROOT, "env": environment, "check": True}
-        said = subprocess.run(command, stdout=subprocess.PIPE, **how)
-        lines = [json.loads(line) for line in said.stdout.splitlines()]
-        return [Compiled(**{k: line[k] for k in line if k != "problems"}) for line in lines]
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return [record for records in pool.map(compile_one, targets) for record in records]
+    names = [f"{module}:{function or CHIPS[target].launches}" for target in targets]
+    pairs = [word for pair in zip(targets, names, strict=True) for word in pair]
+    command = [sys.executable, "-m", "tests.kernels.compile_only", *pairs]
+    how: Any = {"cwd": ROOT, "env": environment, "check": True}
+    said = subprocess.run(command, stdout=subprocess.PIPE, **how)
+    lines = [json.loads(line) for line in said.stdout.splitlines()]
+    return [Compiled(**{k: line[k] for k in line if k != "problems"}) for line in lines]
 
 
-def main() -> None:
-    """Print a line of JSON for each kernel that a function launches."""
-    target, function = sys.argv[1:]
+def _compiled(target: str, function: str) -> list[Compiled]:
+    """Return the kernels that a function, given as MODULE:FUNC, launches on a chip."""
     module, _, name = function.partition(":")
     # standard output is for the records alone
     with redirect_stdout(sys.stderr), compile_for(target) as records:
         getattr(importlib.import_module(module), name)()
-    for record in records:
-        print(json.dumps(asdict(record) | {"problems": check(record)}))
+    return list(records)
+
+
+def main() -> None:
+    """Print a line of JSON for each kernel that functions launch on chips."""
+    targets, functions = sys.argv[1::2], sys.argv[2::2]
+    # before the forks, of which each compiles for one chip
+    for function in functions:
+        importlib.import_module(function.partition(":")[0])
+    context = multiprocessing.get_context("fork")
+    with context.Pool(os.cpu_count(), maxtasksperchild=1) as pool:
+        pairs = list(zip(targets, functions, strict=True))
+        for records in pool.starmap(_compiled, pairs, chunksize=1):
+            for record in records:
+                print(json.dumps(asdict(record) | {"problems": check(record)}))
 
 
 if __name__ == "__main__":
