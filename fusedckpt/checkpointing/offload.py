@@ -180,8 +180,10 @@ def _hooks_around() -> str:
 
 def is_movable(tensor: Tensor) -> bool:
     """Whether a tensor is large, all of its storage, and nobody's leaf."""
-    nbytes = tensor.untyped_storage().nbytes() if storage_of(tensor) else 0
-    is_large = tensor.nbytes == nbytes >= SMALL
+    # of a tensor that is not plain, such as a sparse one, `nbytes` may be undefined
+    if not storage_of(tensor):
+        return False
+    is_large = tensor.nbytes == tensor.untyped_storage().nbytes() >= SMALL
     return is_large and not tensor.is_inference() and leaf_of(tensor) is None
 
 
