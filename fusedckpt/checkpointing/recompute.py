@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,55 @@ def _unpack(lent: _Lent) -> Tensor:
     return lent[0]
 
 
+class _Places(NamedTuple):
+    """The tensors that a recompute is for, by their places among the saved tensors."""
+
+    # whether the recompute brings the tensor back; one that stays saved is compared all the same
+    wanted: dict[int, bool]
+    # the last place, at which the recompute ends
+    last: int
+    # the last place whose leaves are compared with the forward's
+    last_compared: int
+    # parameters and other leaves that were saved
+    leaves: list[tuple[Packed, TensorWeakRef]]
+
+
+def _places_of(segment: Trace) -> _Places:
+    """Return the places of the saved tensors that backward can still ask for.
+
+    - A tensor is brought back if nothing else keeps it. Where the recompute runs to its end, as
+      with debug=True, every tensor is, but for those that a region saved.
+    - The recompute ends with the last tensor that backward can ask for, brought back or not: nodes
+      whose saved tensors are freed ask for nothing.
+    - Leaves are compared as far as the last tensor that is brought back: weights behind it are not
+      read for it. Where no leaf is known as far as that, those behind it tell, too.
+
+    Raises:
+        RuntimeError: a parameter was written in place since the forward.
+    """
+    wanted, leaves = dict[int, bool](), list[tuple[Packed, TensorWeakRef]]()
+    last = last_compared = -1
+    for saved in segment.saved:
+        packed = saved.packed()
+        if packed is None:
+            continue
+        source, last = packed.source, packed.index
+        is_dropped = source is None
+        if isinstance(source, TensorWeakRef):
+            leaf = source()
+            # a leaf that is loaded for each forward anew is gone
+            is_dropped = leaf is None
+            if leaf is not None and leaf._version != packed.version:
+                raise RuntimeError(stale("a parameter saved for backward", leaf))
+            leaves.append((packed, source))
+        wanted[last] = is_dropped or not (segment.stops or last in segment.kept)
+        last_compared = last if wanted[last] else last_compared
+    for saved in segment.saved[: last_compared + 1]:
+        if saved.leaves:
+            return _Places(wanted, last, last_compared, leaves)
+    return _Places(wanted, last, last, leaves)
+
+
 class Recompute(Keeper):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
@@ -84,26 +133,7 @@ class Recompute(Keeper):
         # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
         self._noise: tuple[Any, ...] = ()
         self._lent: list[_Lent] = []
-        self._written: list[tuple[Packed, TensorWeakRef]] = []
-        # by index, whether the tensor is dropped: a kept tensor is compared all the same
-        self._wanted: dict[int, bool] = {}
-        for saved in segment.saved:
-            if (packed := saved.packed()) is not None:
-                source, is_dropped = packed.source, packed.source is None
-                if isinstance(source, TensorWeakRef):
-                    owner = source()
-                    # a leaf that is loaded for each forward anew is gone
-                    is_dropped = owner is None
-                    if owner is not None and owner._version != packed.version:
-                        raise RuntimeError(stale("a parameter saved for backward", owner))
-                    self._written.append((packed, source))
-                is_kept = self._stops or packed.index in segment.kept
-                self._wanted[packed.index] = is_dropped or not is_kept
-        self._last = max(self._wanted, default=-1)
-        # weights saved after that are not read for it; they tell of others where none is known
-        self._last_leaf = max((i for i, drops in self._wanted.items() if drops), default=-1)
-        if not any(saved.leaves for saved in segment.saved[: self._last_leaf + 1]):
-            self._last_leaf = self._last
+        self._wanted, self._last, self._last_compared, self._leaves_saved = _places_of(segment)
 
     @property
     def is_wanted(self) -> bool:
@@ -119,7 +149,7 @@ class Recompute(Keeper):
                 if type(held) is Argument:
                     held.tensor()
         self.values, self.extras, self.pairs = ahead.values, ahead.extras, ahead.pairs
-        del self._segment, self._written, self._lent, self.records, self._met
+        del self._segment, self._leaves_saved, self._lent, self.records, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
@@ -141,13 +171,13 @@ class Recompute(Keeper):
         finally:
             for lent in self._lent:
                 lent.clear()
-            for packed, leaf in self._written:
+            for packed, leaf in self._leaves_saved:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
                     packed.version = owner._version
             # this lives until the end of the backward; arguments, called functions and outputs of
             # regions do not
-            del self._segment, self._written, self._lent, self.records, self._met
+            del self._segment, self._leaves_saved, self._lent, self.records, self._met
         self._check(segment, run)
         if self._samples:
             self.pairs = segment.samples.pairs(self._samples)
@@ -278,7 +308,7 @@ class Recompute(Keeper):
                 "Recomputed values for the following tensors have different metadata than "
                 f"during the forward pass: tensor {index} was {saved.like}, is {now}"
             )
-        elif index <= self._last_leaf and self._is_replaced(saved, leaves, tensor):
+        elif index <= self._last_compared and self._is_replaced(saved, leaves, tensor):
             self._problems.append(
                 f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
                 "another parameter in the recompute than in the forward: it was replaced between "
