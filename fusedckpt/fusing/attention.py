@@ -8,7 +8,7 @@ from torch import nn
 
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
-from fusedckpt.fusing import forwards, reasons
+from fusedckpt.fusing import reasons
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
@@ -17,10 +17,6 @@ from fusedckpt.fusing.recomputed import MIXES, SAVE, SEEN, Recomputed
 from fusedckpt.fusing.running import mixers_of
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
-
-# names by which pickles of earlier releases find the class
-FusedAttention = Recomputed
-setattr(forwards, "Recomputed", Recomputed)  # noqa: B010  # it has no such attribute
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:

@@ -71,6 +71,23 @@ class FusedExperts(Swapped):
         return f"fused as experts, save={self.save}"
 
 
+class FusedDenseExperts(FusedExperts):
+    """Forward of experts that each get as many rows, one expert's after the other's (Llama 4)."""
+
+    _fusedckpt_count = 1
+
+    def _fused(self, x: Tensor) -> Tensor | NotFused:  # type: ignore[override]  # of one tensor
+        weight = getattr(self, _WEIGHTS[0], None)
+        width, num_experts = x.shape[-1], 0 if weight is None else weight.shape[0]
+        rows = x.reshape(-1, width)
+        if not num_experts or len(rows) % num_experts:
+            return NotFused("arguments")
+        experts_of_rows = torch.arange(num_experts, device=x.device)
+        index = experts_of_rows.repeat_interleave(len(rows) // num_experts)[:, None]
+        scores = rows.new_ones(len(rows), 1)
+        return fused(self, self._fusedckpt_match, self.save, self.chunks, rows, index, scores)
+
+
 def fused(
     module: nn.Module,
     match: ExpertsMatch,
@@ -163,7 +180,8 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
     if len(sides) == 2:
         # square: either could be
         sides = [bool(getattr(module, "is_transposed", False))]
-    if len(inspect.signature(module.forward).parameters) != 3:
+    count = len(inspect.signature(module.forward).parameters)
+    if count not in (1, 3):
         return NotFused("signature")
     gating = _gating_of(module)
     if not sides or gating is None:
@@ -183,7 +201,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
     return Swap(
         "experts",
         f"{type(module).__name__} -> experts ({', '.join(details)})",
-        subclass(FusedExperts, type(module)),
+        subclass(FusedExperts if count == 3 else FusedDenseExperts, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         features=(first[0 if sides[0] else 1],),
         is_sized=True,
@@ -246,8 +264,22 @@ def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
     return type(module).forward(module, rows, index, rows[:, :2])
 
 
+def _dense(module: Any, x: Tensor) -> Tensor:
+    """Run a copy of experts that each get all rows."""
+    rows = x.flatten(0, -2).repeat(getattr(module, _WEIGHTS[0]).shape[0], 1)
+    return type(module).forward(module, rows)
+
+
 def checked(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotFused:
-    """Return a swap with the bytes saved per token for two experts, or how it changes results."""
+    """Return a swap with the bytes saved per token for two experts, or how it changes results.
+
+    Of dense experts the bytes are those of all of them.
+    """
+    if issubclass(swap.to, FusedDenseExperts):
+        dense = replace(swap, run=_dense)
+        problem = difference(module, dense) if verify else None
+        part = Part(swap.kind, swap.change, saved_per_token(module, dense))
+        return problem or replace(swap, parts={"": part})
     problem = difference(module, replace(swap, run=partial(_routed, "eager"))) if verify else None
     if problem is not None and not _is_eager(module):
         # the own forward of some multiplies in float32

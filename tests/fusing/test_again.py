@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedckpt import fuse, report, unfuse
-from fusedckpt.fusing import attention, forwards, recomputed
 
 D, BIG = 4, 1 << 15
 
@@ -248,7 +247,3 @@ def test_nothing_but_saved_tensors_lives_on(attention):
     found = report(model, torch.randn(2, rows, width))
     # states of random number generators
     assert sum(found.held.values()) < 2 * 16384 < 2 * rows * width * 4
-
-
-def test_pickles_of_earlier_releases_find_the_class():
-    assert vars(forwards)["Recomputed"] is attention.FusedAttention is recomputed.Recomputed

@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 from quantised_weight import forget, quantise
-from support import DEVICE, saved_bytes
+from support import DEVICE, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
@@ -290,3 +290,37 @@ def test_compiles_in_one_graph():
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(*given), expected)
     assert saved_bytes(compiled, given) <= 4 * T * (D + K) + 8 * T * K
+
+
+class DenseExperts(nn.Module):
+    """Each expert gets as many rows, in products of batches, as Llama 4's."""
+
+    def __init__(self, num_experts=3, d=16, f=24):
+        super().__init__()
+        self.num_experts, self.hidden_size = num_experts, d
+        self.gate_up_proj = nn.Parameter(torch.randn(num_experts, d, 2 * f) / 4)
+        self.down_proj = nn.Parameter(torch.randn(num_experts, f, d) / 5)
+        self.act_fn = nn.SiLU()
+
+    def forward(self, hidden_states):
+        rows = hidden_states.view(self.num_experts, -1, self.hidden_size)
+        gate, up = torch.bmm(rows, self.gate_up_proj).chunk(2, -1)
+        return torch.bmm(up * self.act_fn(gate), self.down_proj).view(-1, self.hidden_size)
+
+
+def test_dense_experts_are_experts_with_as_many_rows():
+    eager = DenseExperts().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused)
+    assert report.swapped == {"": "DenseExperts -> experts (silu, weights as [in, out])"}
+    x = randn(3 * 40, 16)
+    results = []
+    for module in (eager, fused):
+        y = module(x)
+        results.append([y, *torch.autograd.grad(y.sin().sum(), [x, *module.parameters()])])
+    torch.testing.assert_close(*results)
+    # the rows; of each its expert's number and a score of one
+    assert saved_bytes(fused, [x]) == x.nbytes + 3 * 40 * (8 + 4)
+    assert saved_bytes(eager, [x]) > 4 * x.nbytes
+    with pytest.raises(RuntimeError, match="invalid for input of size"):
+        fused(x[:-1])
