@@ -25,14 +25,15 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
 
     The last result is whether nothing traces or watches ops, so that they need not be seen.
     """
-    needs, given = wanted_gradients(ctx), [dy for dy in dys if dy is not None]
-    if not given or not any(needs):
+    needs = wanted_gradients(ctx)
+    present = [dy for dy in dys if dy is not None]
+    if not present or not any(needs):
         return None
     saved = list(ctx.saved_tensors)
     if ctx.recall is not None:
         # GEMM outputs come last
         saved[ctx.num_given :] = ctx.recall(saved[ctx.num_given :])
-    if torch.compiler.is_compiling() or is_batch(dys) or given[0].device.type == "meta":
+    if torch.compiler.is_compiling() or is_batch(dys) or present[0].device.type == "meta":
         return needs, saved, False
     # hooks may have handed out tensors of any class
     return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
@@ -92,13 +93,14 @@ def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) 
     remove, add, size = private.batch_of(batch)  # type: ignore[arg-type]  # a tensor
     # a tensor that is no batch is repeated
     each = [None if dy is None else remove(dy) for dy in dys]
-    found = []
+    results = []
     for i in range(size):
-        one = [None if dy is None else dy[i] for dy in each]
+        element = [None if dy is None else dy[i] for dy in each]
         # of several vmaps
-        found.append(one_by_one(run, one) if is_batch(one) else run(one))
+        results.append(one_by_one(run, element) if is_batch(element) else run(element))
     return [
-        None if grads[0] is None else add(torch.stack(grads)) for grads in zip(*found, strict=True)
+        None if grads[0] is None else add(torch.stack(grads))
+        for grads in zip(*results, strict=True)
     ]
 
 
@@ -118,7 +120,7 @@ def donating(
     if donates:
         # before a byte is written: autograd then refuses to hand them out again
         torch.autograd.graph.increment_version(owned)
-    found = compute(donates)
+    result = compute(donates)
     for extra in owned:
         # after the last read, and for readers through hooks, where autograd does not look
         if extra._version != donates:
@@ -126,7 +128,7 @@ def donating(
                 "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
                 "through a layer more than once, pass retain_graph=True to each but the last"
             )
-    return found
+    return result
 
 
 def twin_gradients(
@@ -151,14 +153,14 @@ def twin_gradients(
         ]
         pairs = zip(twin(*views), grads, strict=True)
         pairs = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
-        found = torch.autograd.grad(
+        computed = torch.autograd.grad(
             [y for y, _ in pairs],
             [view for view, need in zip(views, needs, strict=True) if need and view is not None],
             [dy for _, dy in pairs],
             create_graph=is_graph,
             allow_unused=True,
         )
-    remaining = iter(found)
+    remaining = iter(computed)
     return [next(remaining) if need else None for need in needs]
 
 

@@ -56,7 +56,8 @@ def is_aten(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
 def forced_path(path: str | None) -> Iterator[None]:
     """Override the path inside, for tests: "aten" anywhere, "triton" to compile on meta tensors."""
     global _forced
-    before, _forced = _forced, path
+    before = _forced
+    _forced = path
     try:
         yield
     finally:
@@ -83,7 +84,7 @@ class Context(NamedTuple):
     # whether only the eager reference may run
     twin: bool
     # whether nothing traces or watches ops
-    direct: bool
+    is_unwatched: bool
     # the path and the variant that are forced, or None
     forced: tuple[str | None, ...]
 
@@ -138,12 +139,12 @@ def is_plain(kind: type[Tensor]) -> bool:
     return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _HOOKS)
 
 
-def are_plain(*given: Any) -> bool:
+def are_plain(*values: Any) -> bool:
     """Whether ours can take these tensors: dense ones, of no class with ops of its own.
 
     A value that is no tensor passes: it is refused by name later.
     """
-    for value in given:  # a generator costs more
+    for value in values:  # a generator costs more
         if isinstance(value, Tensor) and (
             not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
         ):
@@ -191,11 +192,11 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     arguments.device("paths", device)
     arguments.dtype("paths", dtype)
     path = "eager" if DISABLED else path_of(torch.device(device), dtype)
-    found: dict[str, str] = dict.fromkeys(_FUNCTIONS, path)
+    by_function: dict[str, str] = dict.fromkeys(_FUNCTIONS, path)
     # experts multiply by torch's own kernel where there is one
     if path == "triton" and has_kernel(torch.device(device), dtype):
-        found["experts"] = "aten"
-    return found
+        by_function["experts"] = "aten"
+    return by_function
 
 
 class Decided(Protocol):
@@ -275,29 +276,29 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         (_forced, _PREFERRED),
     )
     try:
-        found = _remembered(context, tuple(metas), type(options), *options)  # type: ignore[misc]  # a NamedTuple
+        decision = _remembered(context, tuple(metas), type(options), *options)  # type: ignore[misc]  # a NamedTuple
     except TypeError:
         # an option that cannot be hashed is invalid: this raises
-        found = _decided_anew(options, tensors, is_twin)
-    return found if phase is None else found._replace(phase=phase)
+        decision = _decided_anew(options, tensors, is_twin)
+    return decision if phase is None else decision._replace(phase=phase)
 
 
 # by types too: True equals 1
 @lru_cache(maxsize=8192, typed=True)
-def _remembered(found: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *options: Any) -> Any:
+def _remembered(state: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *options: Any) -> Any:
     x, *others = [None if meta is None else Meta(*meta) for meta in metas]
-    context = Context(*found)
+    context = Context(*state)
     if x is not None and x.device.type == "meta":
         # only its ops matter
-        context = context._replace(direct=False)
+        context = context._replace(is_unwatched=False)
     # promote_types is an op, and a checkpoint that compares its recompute with its forward sees ops
     with private.disable_current_modes():
         return _checked(kind(*options), context, (x, *others))
 
 
 def _checked(options: Any, context: Context, metas: Any) -> Decision:
-    found = options.plan(context, *metas)
-    return Decision(is_own=True) if found is OWN else Decision(found)
+    planned = options.plan(context, *metas)
+    return Decision(is_own=True) if planned is OWN else Decision(planned)
 
 
 def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decision:
@@ -309,18 +310,18 @@ def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decisio
         return Decision(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
-    context = Context(grad, autocast, level, twin=twin, direct=False, forced=())
+    context = Context(grad, autocast, level, twin=twin, is_unwatched=False, forced=())
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
     return _checked(options, context, metas)
 
 
-def takes_all(name: str, given: dict[str, Any]) -> bool:
+def takes_all(name: str, tensors: dict[str, Any]) -> bool:
     """Whether the kernels take a call's tensors; raise for those that eager refuses too."""
     # each may raise
-    plain = False not in [takes(name, key, t) for key, t in given.items()]
+    plain = False not in [takes(name, key, t) for key, t in tensors.items()]
     if not plain or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return plain
-    return not any(t.is_inference() for t in given.values())
+    return not any(t.is_inference() for t in tensors.values())
 
 
 # classes of torch's with parts that a function could be called with

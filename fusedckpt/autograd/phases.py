@@ -22,8 +22,8 @@ from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks
 
 # shape and dtype of a tensor that a layer may keep; None where the layer has no such tensor
-Like = tuple[Sequence[int], torch.dtype] | None
-Likes = Sequence[Like]
+ProductMeta = tuple[Sequence[int], torch.dtype] | None
+ProductMetas = Sequence[ProductMeta]
 Tensors = Sequence[Tensor | None]
 
 
@@ -39,15 +39,22 @@ class Phase:
     owns_extras = False
     levels: tuple[str, str] | None = None
 
-    def enter(self, given: Tensors, likes: Likes = ()) -> None:
+    def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
         """Take note of the tensors that the layer is about to save, before it computes anything."""
 
     def save(
-        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
+        self,
+        ctx: Any,
+        name: str,
+        tensors: Tensors,
+        extras: Tensors = (),
+        product_metas: ProductMetas = (),
     ) -> None:
         """Keep tensors on an autograd Function's ctx; `backward.begin` returns them."""
-        ctx.save_for_backward(*given, *extras)
-        ctx.recall, ctx.num_given, ctx.owns_extras = None, len(given), self.owns_extras
+        ctx.save_for_backward(*tensors, *extras)
+        ctx.recall = None
+        ctx.num_given = len(tensors)
+        ctx.owns_extras = self.owns_extras
 
 
 class _ReentrantRecompute(Phase):
@@ -65,14 +72,19 @@ class _Stock(Phase):
         self.recomputes = level == "preact"
 
     def save(
-        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
+        self,
+        ctx: Any,
+        name: str,
+        tensors: Tensors,
+        extras: Tensors = (),
+        product_metas: ProductMetas = (),
     ) -> None:
-        device = next((t.device for t in given if t is not None), None)
+        device = next((t.device for t in tensors if t is not None), None)
         standing = (
-            extra if extra is not None or like is None else _placeholder(*like, device)
-            for extra, like in zip(fitting(extras, likes), likes, strict=True)
+            extra if extra is not None or meta is None else _placeholder(*meta, device)
+            for extra, meta in zip(fitting(extras, product_metas), product_metas, strict=True)
         )
-        super().save(ctx, name, given, list(standing))
+        super().save(ctx, name, tensors, list(standing))
         ctx.recall = _without_placeholders
 
 
@@ -87,12 +99,12 @@ class _StockRecompute(_Stock):
         super().__init__("preact")
         self.pack = pack
 
-    def enter(self, given: Tensors, likes: Likes = ()) -> None:
-        tensors = [tensor for tensor in given if tensor is not None]
-        missing = [like for like in likes if like is not None]
-        if tensors and private.num_wanted(self.pack) == len(tensors) + len(missing):
-            tensors += [_placeholder(*like, tensors[0].device) for like in missing]
-            for tensor in tensors:
+    def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        missing = [meta for meta in product_metas if meta is not None]
+        if present and private.num_wanted(self.pack) == len(present) + len(missing):
+            present += [_placeholder(*meta, present[0].device) for meta in missing]
+            for tensor in present:
                 self.pack(tensor)
 
 
@@ -188,7 +200,8 @@ def default_stock(around: Hooks | None) -> str:
     if hooks is None or private.stock_phase(hooks[0]) != "forward":
         return ""
     saved_tensors_hooks(*hooks).__exit__()
-    below, is_offload = private.top_hooks(), False
+    below = private.top_hooks()
+    is_offload = False
     is_alone = below == around
     if below is not None and not is_alone and private.is_save_on_cpu(below[0]):
         saved_tensors_hooks(*below).__exit__()
@@ -223,11 +236,11 @@ def only_count(hooks: Hooks | None) -> bool:
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
-def fitting(extras: Tensors, likes: Likes) -> list[Tensor | None]:
+def fitting(extras: Tensors, product_metas: ProductMetas) -> list[Tensor | None]:
     """Return the extras, None for one that selective checkpointing did not recompute."""
     return [
-        None if like is None or extra is None or extra.shape != torch.Size(like[0]) else extra
-        for extra, like in zip(extras, likes, strict=True)
+        None if meta is None or extra is None or extra.shape != torch.Size(meta[0]) else extra
+        for extra, meta in zip(extras, product_metas, strict=True)
     ]
 
 

@@ -48,34 +48,41 @@ class Block(torch.autograd.Function):
         saved = call.saved(needs, None if phase is None else phase.levels)
         inputs = list(map(tensors.__getitem__, saved.inputs))
         params = list(map(tensors.__getitem__, saved.params))
-        others = None
-        if call.others:
+        quantised = None
+        if call.quantised_params:
             # a weight that dequantises is no tensor
-            others = {n: tensors[call.num_inputs + n] for n in call.others}
+            quantised = {n: tensors[call.num_inputs + n] for n in call.quantised_params}
             params = [t if isinstance(t, Tensor) else None for t in params]
-        if phase is not None and not call.program.keeps:
-            phase.enter(inputs + params, saved.likes)
-        compute = run.forward if call.direct or others else ops.forward
-        found = compute(call, saved.forward, tensors)
-        given = inputs + list(map(found.__getitem__, saved.results)) + params
+        if phase is not None and not call.program.saved_results:
+            phase.enter(inputs + params, saved.product_metas)
+        compute = run.forward if call.is_unwatched or quantised else ops.forward
+        results = compute(call, saved.forward, tensors)
+        to_save = inputs + list(map(results.__getitem__, saved.results)) + params
         # a selective checkpoint's recompute finds what its forward made, and no products
-        extras = [found[i] if 0 <= i < len(found) else None for i in saved.extras]
+        extras = [results[i] if 0 <= i < len(results) else None for i in saved.product_places]
         if phase is None:
-            ctx.save_for_backward(*given, *extras)
-            ctx.recall, ctx.owns_extras = None, True
+            ctx.save_for_backward(*to_save, *extras)
+            ctx.recall = None
+            ctx.owns_extras = True
         else:
-            phase.save(ctx, call.name, given, extras, saved.likes)
+            phase.save(ctx, call.name, to_save, extras, saved.product_metas)
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.saved, ctx.others, ctx.is_free = call, saved, others, phase is None
-        ctx.num_given, ctx.unread = len(given), None
-        if saved.unread:
+        ctx.call = call
+        ctx.saved = saved
+        ctx.quantised = quantised
+        ctx.is_free = phase is None
+        ctx.num_given = len(to_save)
+        ctx.for_second_derivatives = None
+        if saved.for_second_derivatives:
             # gradients do not read them, second derivatives do
-            ctx.unread = Versioned(*map(tensors.__getitem__, saved.unread))
+            ctx.for_second_derivatives = Versioned(
+                *map(tensors.__getitem__, saved.for_second_derivatives)
+            )
         if len(call.program.results) == 1:
-            return found[0]
+            return results[0]
         if saved.constant:
-            ctx.mark_non_differentiable(*map(found.__getitem__, saved.constant))
-        return tuple(found[: len(call.program.results)])
+            ctx.mark_non_differentiable(*map(results.__getitem__, saved.constant))
+        return tuple(results[: len(call.program.results)])
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
@@ -84,31 +91,34 @@ class Block(torch.autograd.Function):
         begun = autograd.begin(ctx, *dys)
         if begun is None:
             return (None,) * (2 + len(call.metas))
-        flags, tensors, direct = begun
-        wanted, products = tuple(flags[2:]), tensors[ctx.num_given :]
-        given = dict(zip(ctx.saved.names, tensors, strict=True))
-        if ctx.others:
-            given |= ctx.others
+        flags, tensors, is_unwatched = begun
+        wanted = tuple(flags[2:])
+        products = tensors[ctx.num_given :]
+        values = dict(zip(ctx.saved.names, tensors, strict=True))
+        if ctx.quantised:
+            values |= ctx.quantised
         like = dys[0] if dys[0] is not None else _first(dys)
         if torch.is_grad_enabled() or not SEES_BATCHES:
-            return (None, None, *_twin_gradients(ctx, given, dys, wanted))
-        compute = run.backward if direct or ctx.others else ops.backward
+            return (None, None, *_twin_gradients(ctx, values, dys, wanted))
+        compute = run.backward if is_unwatched or ctx.quantised else ops.backward
         if not torch.compiler.is_compiling() and is_batch(dys):
-            grads = one_by_one(lambda one: run.backward(call, wanted, one, _first(one), given), dys)
+            grads = one_by_one(
+                lambda element: run.backward(call, wanted, element, _first(element), values), dys
+            )
         elif any(map(_IS_GIVEN, products)):
-            args = (call, wanted, dys, like, given)
+            args = (call, wanted, dys, like, values)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
         elif call.late and not (torch.compiler.is_compiling() or private.num_dispatch_modes()):
-            grads = run.backward(call, wanted, dys, like, given, leaves_late=True)
+            grads = run.backward(call, wanted, dys, like, values, leaves_late=True)
         else:
-            grads = compute(call, wanted, dys, like, given)
+            grads = compute(call, wanted, dys, like, values)
         for i, dtype in enumerate(call.dtypes):
             # each sum is freed as it is rounded, not after all of them
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         if call.late:
-            others = [call.num_inputs + number for number in call.others]
-            hand_over(ctx, grads, like, call.metas, others)
+            quantised = [call.num_inputs + number for number in call.quantised_params]
+            hand_over(ctx, grads, like, call.metas, quantised)
         return (None, None, *grads)
 
 
@@ -131,13 +141,13 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
                 for place, t in enumerate(tensors, 1)
             ]
         )
-    read = x if call.read is None else x.to(call.read)
+    read = x if call.input_dtype is None else x.to(call.input_dtype)
     function = partial(Block.apply, call, phase)
     if phase is None and (x.grad_fn is not None or active() is not None):
         y = reader.apply(function, call, x, read, tensors)
     else:
         y = function(read, *tensors)
-    return x + y if call.adds_after else y
+    return x + y if call.adds_residual_outside else y
 
 
 def run_linears(
@@ -153,7 +163,8 @@ def run_linears(
         return layer.reference(x, between, linears)
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
         return _compiled(layer, x, between, linears)
-    described, tensors = layer, list(chain.from_iterable(linears))
+    described = layer
+    tensors = list(chain.from_iterable(linears))
     dense = tensors
     if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
         described, tensors, dense = _taken_apart(layer, x, between, linears)
@@ -200,7 +211,9 @@ def _taken_apart(
 
 def _adapted(layer: Layer, keys: tuple[str, ...], parts: Sequence[Parts]) -> Operands:
     """Return a layer whose record describes the parts of its linears, and their tensors."""
-    described, tensors, dense = list[Parts](), list[Any](), list[Any]()
+    described = list[Parts]()
+    tensors = list[Any]()
+    dense = list[Any]()
     for linear in parts:
         meta = Meta(*linear.weight[:3]) if linear.is_quantised else None
         described.append(refilled(linear._replace(weight=meta), itertools.repeat(None)))
@@ -228,10 +241,10 @@ def _compiled(
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _check_twice(call: Call, given: dict[Any, Any], whole: Schedule) -> None:
+def _check_twice(call: Call, values: dict[Any, Any], whole: Schedule) -> None:
     """Refuse second derivatives without a value that `whole` reads."""
     for name in whole.names("value"):
-        if name not in given:
+        if name not in values:
             raise RuntimeError(
                 f"{call.name}: create_graph=True needs {name}, which save='preact' does not save "
                 "where the first weights are frozen: use save='inputs'"
@@ -239,25 +252,27 @@ def _check_twice(call: Call, given: dict[Any, Any], whole: Schedule) -> None:
 
 
 def _twin_gradients(
-    ctx: Any, given: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
+    ctx: Any, saved: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
 ) -> list[Tensor | None]:
     """Return gradients by the eager reference, as a graph that can be differentiated again."""
     call: Call = ctx.call
-    program, like, count = call.program, _first(dys), call.num_inputs
-    if ctx.unread is not None:
-        numbers = [index - count for index in ctx.saved.unread]
-        given = given | dict(zip(numbers, ctx.unread.read(), strict=True))
+    program = call.program
+    like = _first(dys)
+    count = call.num_inputs
+    if ctx.for_second_derivatives is not None:
+        numbers = [index - count for index in ctx.saved.for_second_derivatives]
+        saved = saved | dict(zip(numbers, ctx.for_second_derivatives.read(), strict=True))
     there = tuple([dy is not None for dy in dys])
     whole = derive.backward(program, wanted, call.flags_of("inputs"), there)
-    _check_twice(call, given, whole)
+    _check_twice(call, saved, whole)
     # a saved sum is differentiated in place of its summands
-    firsts = program.keeps or program.inputs
+    firsts = program.saved_results or program.inputs
     names = (*firsts, *range(len(program.params)))
-    flags = [any(wanted[:count])] if program.keeps else list(wanted[:count])
+    flags = [any(wanted[:count])] if program.saved_results else list(wanted[:count])
     flags += wanted[count:]
     tensors = []
     for name in names:
-        tensor = given.get(name)
+        tensor = saved.get(name)
         if tensor is None:
             # no gradient depends on it
             tensor = call.stand_in(name)
@@ -265,17 +280,17 @@ def _twin_gradients(
 
     def twin(*tensors: Any) -> tuple[Tensor, ...]:
         values = dict(zip(firsts, tensors, strict=False))
-        others = ctx.others or {}
-        params = [others.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
+        quantised = ctx.quantised or {}
+        params = [quantised.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
         if call.num_dims > 1:
             return program.eager(values, params)
         # steps of experts know rows alone
         rows = {name: t.flatten(0, -2) if t.dim() > 1 else t[None] for name, t in values.items()}
-        found = program.eager(rows, params)
-        return tuple([y.view(*like.shape[:-1], y.shape[-1]) for y in found])
+        results = program.eager(rows, params)
+        return tuple([y.view(*like.shape[:-1], y.shape[-1]) for y in results])
 
     with torch.autocast(like.device.type, enabled=False):
-        found = twin_gradients(twin, tensors, flags, dys)
-    if program.keeps:
-        found = [found[0] if want else None for want in wanted[:count]] + found[1:]
-    return found
+        grads = twin_gradients(twin, tensors, flags, dys)
+    if program.saved_results:
+        grads = [grads[0] if want else None for want in wanted[:count]] + grads[1:]
+    return grads

@@ -77,7 +77,7 @@ class Builder:
         self.params: list[str] = []
         self.layouts: list[Layout] = []
         self.metas: list[Any] = []
-        self.others: list[int] = []
+        self.quantised_params: list[int] = []
         self.num_seeds = 0
 
     def param(self, name: str, layout: Layout, meta: Any) -> int | None:
@@ -111,7 +111,7 @@ class Builder:
         kind = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
         weight = self.param(key, kind, parts.weight)
         if parts.is_quantised:
-            self.others.append(len(self.params) - 1)
+            self.quantised_params.append(len(self.params) - 1)
         bias = self.param(bias_of(key), Layout(num_dims - 1, self.dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
@@ -136,7 +136,7 @@ class Builder:
                 low = self.dropout(constants.dropout, constants.seed, read, f"{out}.x{i}", dtype)
             down = Gemm(dtype, sums=dtypes[a])
             narrow.append(self.add(down, f"{out}.low{i}", (low,), (a, None)))
-        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.others)
+        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.quantised_params)
         y = self.add(op, f"{out}.base" if adapters else out, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             is_last = i == len(adapters) - 1
@@ -168,7 +168,7 @@ class Builder:
         casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
         """
         if casts and inputs["x"].dtype != self.dtype:
-            options["read"] = self.dtype
+            options["input_dtype"] = self.dtype
             inputs["x"] = inputs["x"]._replace(dtype=self.dtype)
         if self.num_seeds:
             self.param("seeds", Layout(0), None)
@@ -178,8 +178,8 @@ class Builder:
             for step in self.steps
         ]
         program = Program(tuple(inputs), tuple(steps), tuple(results), tuple(self.params), **fields)
-        options |= {"others": tuple(self.others), "num_seeds": self.num_seeds}
-        options["direct"] = self.context.direct
+        options |= {"quantised_params": tuple(self.quantised_params), "num_seeds": self.num_seeds}
+        options["is_unwatched"] = self.context.is_unwatched
         metas = (*inputs.values(), *self.metas)
         return Call(name, program, tuple(self.layouts), metas, **options)
 

@@ -39,35 +39,65 @@ class Layout(NamedTuple):
 _numbers = itertools.count()
 
 
-class Saved(NamedTuple):
-    """The tensors that a call saves for the gradients that may be wanted.
+class Product(NamedTuple):
+    """A GEMM output that a save level may keep."""
 
-    inputs, params, results, extras: places among the call's tensors and the forward's results, -1
-    for a product that is not saved; names: of these; unread: places of parameters that only second
-    derivatives read; likes: shape and dtype of the products that a checkpoint counts on, or None;
-    forward: computes results and products; constant: places of results without a gradient.
-    """
+    # of the value
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    # whether a backward reads it where it is saved; a checkpoint counts on such a product
+    is_read: bool
+    # among the results of the forward, -1 where the level does not save it
+    place: int
 
-    inputs: tuple[int, ...]
-    results: tuple[int, ...]
-    params: tuple[int, ...]
+
+class Places(NamedTuple):
+    """Where the tensors are that a call saves besides products: inputs, results, parameters."""
+
+    # names of values and numbers of parameters, in this order
     names: tuple[Any, ...]
-    unread: tuple[int, ...]
-    likes: tuple[Any, ...]
-    forward: Schedule
-    extras: tuple[int, ...]
-    constant: tuple[int, ...]
+    # among the call's tensors
+    inputs: tuple[int, ...]
+    # among the results of the forward
+    results: tuple[int, ...]
+    # among the call's tensors
+    params: tuple[int, ...]
+
+
+class SavePlan:
+    """The tensors that a call saves for the gradients that may be wanted."""
+
+    def __init__(
+        self,
+        forward: Schedule,
+        places: Places,
+        products: tuple[Product, ...],
+        for_second_derivatives: tuple[int, ...],
+        constant: tuple[int, ...],
+    ):
+        # computes the results, and the products that the level saves
+        self.forward = forward
+        # of the inputs, for each call
+        self.inputs = places.inputs
+        self.results = places.results
+        self.params = places.params
+        # of all saved tensors, products last
+        self.names = (*places.names, *[product.name for product in products])
+        self.products = products
+        self.product_places = tuple([product.place for product in products])
+        # shape and dtype of the products that a checkpoint counts on, None for others
+        self.product_metas = tuple(
+            [(product.shape, product.dtype) if product.is_read else None for product in products]
+        )
+        # places of parameters that only second derivatives read
+        self.for_second_derivatives = for_second_derivatives
+        # places of results without a gradient
+        self.constant = constant
 
 
 class Call:
-    """A checked call, settled once for calls that are alike.
-
-    metas: shapes, dtypes and devices of inputs and parameters; others: numbers of the parameters
-    that are no tensors; level: what it saves; inside: what it saves and recomputes in a checkpoint,
-    None for what the phase says; direct: whether nothing traces or watches ops; read: the dtype
-    that x is cast to first, None for none; adds_after: whether x is added to the result outside, in
-    another dtype.
-    """
+    """A checked call, planned once for calls that are alike."""
 
     def __init__(
         self,
@@ -76,26 +106,37 @@ class Call:
         layouts: tuple[Layout, ...],
         metas: Sequence[Any],
         *,
-        others: tuple[int, ...] = (),
+        quantised_params: tuple[int, ...] = (),
         level: str = "inputs",
-        inside: str | None = None,
+        level_in_checkpoint: str | None = None,
         chunks: int = 1,
-        direct: bool = False,
-        read: torch.dtype | None = None,
-        adds_after: bool = False,
+        is_unwatched: bool = False,
+        input_dtype: torch.dtype | None = None,
+        adds_residual_outside: bool = False,
         num_seeds: int = 0,
     ):
+        # of the function, for errors
         self.name = name
         self.program = program
+        # how kernels take each parameter
         self.layouts = layouts
+        # shapes, dtypes and devices of inputs and parameters, None for absent ones
         self.metas = metas
-        self.others = others
+        # numbers of the parameters that are no tensors
+        self.quantised_params = quantised_params
+        # what it saves
         self.level = level
-        self.inside = inside
+        # what it saves and recomputes in a checkpoint, None for what the phase says
+        self.level_in_checkpoint = level_in_checkpoint
+        # of rows
         self.chunks = chunks
-        self.direct = direct
-        self.read = read
-        self.adds_after = adds_after
+        # whether nothing traces or watches ops
+        self.is_unwatched = is_unwatched
+        # the dtype that x is cast to first, None for none
+        self.input_dtype = input_dtype
+        # whether x is added to the result outside, in another dtype
+        self.adds_residual_outside = adds_residual_outside
+        # of its own dropouts
         self.num_seeds = num_seeds
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1
@@ -112,73 +153,82 @@ class Call:
         # the name by which ops find it: a description, and a number, as shapes are not described
         self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
         CALLS[self.key] = self
-        self._saved: dict[Any, Saved] = {}
+        self._saved: dict[Any, SavePlan] = {}
         self._backward: dict[Any, Schedule] = {}
 
     def flags_of(self, level: str) -> Flags:
         """Return which products a level saves; of a packed one, "gate" saves it all."""
-        count = len(self.program.products)
+        count = len(self.program.gemm_outputs)
         return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
 
-    def saved(self, needs: Flags, levels: tuple[str, str] | None) -> Saved:
+    def saved(self, needs: Flags, levels: tuple[str, str] | None) -> SavePlan:
         """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
             if levels is None:
                 levels = self.level, self.level
-            elif self.inside is not None:
-                levels = self.inside, self.inside
-            self._saved[key] = self._settled(needs, *levels)
+            elif self.level_in_checkpoint is not None:
+                levels = self.level_in_checkpoint, self.level_in_checkpoint
+            self._saved[key] = self._planned(needs, *levels)
         return self._saved[key]
 
-    def _settled(self, needs: Flags, counted: str, computed: str) -> Saved:
-        program = self.program
-        count = self.num_inputs
-        every = self._with(needs, self.flags_of("preact"))
-        likes = tuple([name in every.names("value") for name in program.products])
-        keeps, runs = (
-            tuple([a and b for a, b in zip(self.flags_of(level), likes, strict=True)])
-            for level in (counted, computed)
+    def _planned(self, needs: Flags, counted: str, computed: str) -> SavePlan:
+        """Return what is saved; levels: that backward counts on, and that the forward computes."""
+        is_read = self._read_products(needs)
+        counts = [a and b for a, b in zip(self.flags_of(counted), is_read, strict=True)]
+        computes = [a and b for a, b in zip(self.flags_of(computed), is_read, strict=True)]
+        forward = self.forward(tuple(computes))
+        backward = self._with(needs, tuple(counts))
+        places = self._places(forward, backward)
+        return SavePlan(
+            forward,
+            places,
+            self._products(forward, is_read),
+            self._for_second_derivatives(needs, places),
+            tuple([i for i, name in enumerate(self.program.results) if name not in backward.flows]),
         )
-        backward = self._with(needs, keeps)
-        whole = self._with(needs, self.flags_of("inputs"))
-        values = [name for name in backward.names("value") if name not in program.products]
+
+    def _read_products(self, needs: Flags) -> Flags:
+        """Return which products a backward reads that is given all."""
+        values = self._with(needs, self.flags_of("preact")).names("value")
+        return tuple([name in values for name in self.program.gemm_outputs])
+
+    def _places(self, forward: Schedule, backward: Schedule) -> Places:
+        """Return the places of the tensors that a backward reads, but for products."""
+        program = self.program
+        values = [name for name in backward.names("value") if name not in program.gemm_outputs]
         params = list(backward.names("param"))
         last = len(program.params) - 1
         if self.num_seeds and last not in params:
             # second derivatives draw the same
             params.append(last)
-        unread = [n for n in whole.names("param") if n not in (*params, *self.others)]
-        forward = self.forward(runs)
-        names = forward.results
         inputs = [name for name in values if name in program.inputs]
         results = [name for name in values if name not in program.inputs]
-        return Saved(
-            tuple(map(program.inputs.index, inputs)),
-            tuple(map(names.index, results)),
-            tuple([count + n for n in params]),
-            (*inputs, *results, *params, *program.products),
-            tuple([count + n for n in unread]),
-            self._likes(likes),
-            forward,
-            tuple([names.index(n) if n in names else -1 for n in program.products]),
-            tuple([i for i, name in enumerate(program.results) if name not in backward.flows]),
+        return Places(
+            names=(*inputs, *results, *params),
+            inputs=tuple(map(program.inputs.index, inputs)),
+            results=tuple(map(forward.results.index, results)),
+            params=tuple([self.num_inputs + number for number in params]),
         )
+
+    def _products(self, forward: Schedule, is_read: Flags) -> tuple[Product, ...]:
+        """Return the program's products, and which of them a forward returns."""
+        products = []
+        for name, read in zip(self.program.gemm_outputs, is_read, strict=True):
+            width, dtype = self.described[name]
+            shape = (*self.metas[0].shape[:-1], width)
+            place = forward.results.index(name) if name in forward.results else -1
+            products.append(Product(name, shape, dtype, read, place))
+        return tuple(products)
+
+    def _for_second_derivatives(self, needs: Flags, places: Places) -> tuple[int, ...]:
+        """Return the places of parameters that a backward without products reads in addition."""
+        known = (*places.names, *self.quantised_params)
+        whole = self._with(needs, self.flags_of("inputs"))
+        return tuple([self.num_inputs + n for n in whole.names("param") if n not in known])
 
     def _with(self, needs: Flags, products: Flags) -> Schedule:
         return self.backward(needs, products, (True,) * len(self.program.results), False)
-
-    def _likes(self, flags: Flags) -> tuple[Any, ...]:
-        if not self.program.products:
-            return ()
-        leading = self.metas[0].shape[:-1]
-        pairs = zip([self.described[name] for name in self.program.products], flags, strict=True)
-        return tuple(
-            [
-                ((*leading, described[0]), described[1]) if flag else None
-                for described, flag in pairs
-            ]
-        )
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
@@ -205,7 +255,7 @@ class Call:
     def stand_in(self, name: str | int) -> Tensor | None:
         """Return zeros for an input or parameter, one element in memory; None for an absent one."""
         meta = self.metas[0 if isinstance(name, str) else self.num_inputs + name]
-        if meta is None or name in self.others:
+        if meta is None or name in self.quantised_params:
             return None
         # not made from a gradient, which may be a batch of them
         return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)

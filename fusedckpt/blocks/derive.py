@@ -211,8 +211,8 @@ def backward(
     wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
     gradient; donates: whether it may write over the products; chunked: for chunks of rows.
     """
-    kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
-    walk = Walk(program, wanted, frozenset((*kept, *program.keeps)), dys, chunked)
+    kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
+    walk = Walk(program, wanted, frozenset((*kept, *program.saved_results)), dys, chunked)
     walk.run()
     flags = zip(program.inputs, wanted, strict=False)
     dxs = [
@@ -232,7 +232,7 @@ def forward(program: Program, products: Flags, chunked: bool = False) -> Schedul
     """
     writer = Writer(program, chunked)
     steps = list(program.steps)
-    kept = [name for name, keep in zip(program.products, products, strict=True) if keep]
+    kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
     names = (*program.results, *kept)
     for name in program.inputs:
         writer.keep(name, writer.given("value", name))

@@ -100,7 +100,7 @@ class ExpertOptions(NamedTuple):
         rows = index.shape.numel() * x.shape[-1]
         is_late = chunks == 1 and rows < num_experts * math.prod(sizes)
         self._steps(b, gating, x, index, linears, is_late=is_late)
-        fields = {"products": self.products, "top_k": index.shape[-1]}
+        fields = {"gemm_outputs": self.products, "top_k": index.shape[-1]}
         level = level if context.grad else "inputs"
         return b.call("experts", inputs, ["y"], fields, casts=True, level=level, chunks=chunks)
 
@@ -189,7 +189,7 @@ class ExpertOptions(NamedTuple):
         """Add the steps of a grouped linear: y, then for each adapter a narrow value and a sum."""
         weight, bias, adapters = numbers
         options = top_k, self.is_transposed, b.dtype
-        is_quantised = weight in b.others
+        is_quantised = weight in b.quantised_params
         is_late = is_late and not (is_quantised or adapters)
         op = Grouped(*options, is_quantised=is_quantised, is_late=is_late)
         y = b.add(op, f"{out}.base" if adapters else out, reads, (weight, bias))
@@ -205,7 +205,7 @@ class ExpertOptions(NamedTuple):
         """Return the result by torch's own ops; routing: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
         context = Context(
-            grad=False, autocast=autocast, level=None, twin=True, direct=False, forced=()
+            grad=False, autocast=autocast, level=None, twin=True, is_unwatched=False, forced=()
         )
         b = Builder(context, context.compute_dtype(x.dtype))
         (gating, _) = self.check(None)

@@ -137,8 +137,13 @@ class HeadOptions(NamedTuple):
             rows = math.prod(x.shape[:-1])
             chunks = max(chunks, head_chunks_for(rows, classes, x.shape[-1], dtype))
         # in a checkpoint's recompute not all logits are to exist at once
-        how: Any = {"level": level, "inside": "inputs", "chunks": chunks, "casts": True}
-        fields = {"dtype": dtype, "products": ("z",)}
+        how: Any = {
+            "level": level,
+            "level_in_checkpoint": "inputs",
+            "chunks": chunks,
+            "casts": True,
+        }
+        fields = {"dtype": dtype, "gemm_outputs": ("z",)}
         return b.call(name, {"x": x, "target": target}, ["y"], fields, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:

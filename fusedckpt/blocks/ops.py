@@ -39,21 +39,21 @@ def backward(
     program = call.program
     count = call.num_inputs
     asked = list(wanted)
-    products = {name: saved[name] for name in program.products if saved.get(name) is not None}
-    if program.keeps:
+    products = {name: saved[name] for name in program.gemm_outputs if saved.get(name) is not None}
+    if program.saved_results:
         # the inputs of a sum have one gradient, which no op may return twice
         asked[:count] = [any(wanted[:count])] + [False] * (count - 1)
-    tensors = [saved.get(name) for name in (*call.names, *program.keeps)]
+    tensors = [saved.get(name) for name in (*call.names, *program.saved_results)]
     op = _donating_op if donates else _backward_op
     results = op(list(dys), list(products.values()), tensors, call.key, list(products), asked)
     grads = [None if t.dim() == ABSENT_DIMS else t for t in results]
-    if program.keeps:
+    if program.saved_results:
         grads[:count] = [grads[0] if want else None for want in wanted[:count]]
     return grads
 
 
 def _forward_code(call: Call, products: Sequence[str]) -> Schedule:
-    return call.forward(tuple([name in products for name in call.program.products]))
+    return call.forward(tuple([name in products for name in call.program.gemm_outputs]))
 
 
 def _run_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tensor]:
@@ -79,7 +79,7 @@ def _flops_forward(tensors: Any, key: str, products: Any, **_: Any) -> int:
 
 
 def _backward_code(call: Call, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
-    flags = [name in products for name in call.program.products]
+    flags = [name in products for name in call.program.gemm_outputs]
     return call.backward(tuple(wanted), tuple(flags), tuple([dy is not None for dy in dys]), False)
 
 
@@ -94,7 +94,9 @@ def _run_backward(
 ) -> list[Tensor]:
     call = CALLS[key]
     like = next(dy for dy in dys if dy is not None)
-    named = dict(zip((*call.names, *call.program.keeps, *names), [*saved, *products], strict=True))
+    named = dict(
+        zip((*call.names, *call.program.saved_results, *names), [*saved, *products], strict=True)
+    )
     grads = run.backward(call, tuple(wanted), dys, like, named, donates)
     for index, dtype in enumerate(call.dtypes):
         # each sum is freed as it is rounded

@@ -90,9 +90,9 @@ class Program(NamedTuple):
     # names of the parameters
     params: tuple[str, ...] = ()
     # GEMM outputs that a save level may keep, the gate's first
-    products: tuple[str, ...] = ()
+    gemm_outputs: tuple[str, ...] = ()
     # results that are saved in place of the inputs
-    keeps: tuple[str, ...] = ()
+    saved_results: tuple[str, ...] = ()
     # how many dimensions make one row
     num_dims: int = 1
     # of the inputs, where a linear reads them

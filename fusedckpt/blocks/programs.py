@@ -245,9 +245,9 @@ class BlockOptions(NamedTuple):
             y = b.apply(numbers[-1], None, y, "down")
             y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
             results = [b.add(Add(), "y", (y, "x")) if adds else y]
-        fields = {"products": products, "dtype": b.dtype if adds or read == "x" else None}
+        fields = {"gemm_outputs": products, "dtype": b.dtype if adds or read == "x" else None}
         is_added_after = bool(self.residual) and not adds
-        return {"results": results, "fields": fields, "adds_after": is_added_after}
+        return {"results": results, "fields": fields, "adds_residual_outside": is_added_after}
 
     def _chunks(self, b: Builder, x: Meta, last: Sequence[int]) -> int:
         """Return into how many chunks a block cuts its rows."""
@@ -332,4 +332,6 @@ class NormOptions(NamedTuple):
         sums = sums_dtype(x, weight, bias)
         op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
-        return b.call("norm", inputs, ["y", *keeps], {"keeps": keeps, "num_dims": len(shape)})
+        return b.call(
+            "norm", inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)}
+        )

@@ -87,7 +87,7 @@ def backward(
     they are, to be computed by the caller.
     """
     results = call.program.results
-    products = tuple(map(_IS_GIVEN, map(saved.get, call.program.products)))
+    products = tuple(map(_IS_GIVEN, map(saved.get, call.program.gemm_outputs)))
     code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
     with below():
         args = _arguments(call, code, saved, dys)
@@ -127,7 +127,7 @@ def _arguments(
             if not (one_row and rows.dim() == 2 and rows.stride(1) == 1):
                 rows = as_matrix(rows, call.num_dims)
             # elementwise kernels read products, which hooks may have laid out otherwise
-            args.append(rows.contiguous() if key in program.products else rows)
+            args.append(rows.contiguous() if key in program.gemm_outputs else rows)
     return args
 
 

@@ -106,13 +106,13 @@ def _layer_of(node: Any) -> LayerSchedule:
     call = node.call
     saved = node.saved
     program = call.program
-    products = tuple([place >= 0 for place in saved.extras])
+    products = tuple([place >= 0 for place in saved.product_places])
     wanted = tuple(node.needs_input_grad[2:])
     dys = (True,) * len(program.results)
     backward = call.backward(wanted, products, dys, any(products))
-    kept = {name for name, is_saved in zip(program.products, products, strict=True) if is_saved}
+    kept = {name for name, is_saved in zip(program.gemm_outputs, products, strict=True) if is_saved}
     values = [name for name in saved.names if isinstance(name, str)]
-    sizes = {n: _bytes_of(call, n) for n in values if n in kept or n not in program.products}
+    sizes = {n: _bytes_of(call, n) for n in values if n in kept or n not in program.gemm_outputs}
     return LayerSchedule(call.name, sizes, call.chunks, str(saved.forward), str(backward))
 
 

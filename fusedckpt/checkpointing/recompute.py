@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
-from fusedckpt.autograd.phases import Likes, Tensors
+from fusedckpt.autograd.phases import ProductMetas, Tensors
 from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
@@ -361,23 +361,28 @@ class Recompute(Keeper):
             raise RuntimeError(stale("a tensor saved for backward", tensor))
         return tensor
 
-    def enter(self, given: Tensors, likes: Likes = ()) -> None:
+    def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
-        if not self._stops or self._num_saved + len(given) <= self._last:
+        if not self._stops or self._num_saved + len(tensors) <= self._last:
             return
-        tensors = [tensor for tensor in given if tensor is not None]
-        if self._num_saved + len(tensors) > self._last:
-            for tensor in tensors:
+        present = [tensor for tensor in tensors if tensor is not None]
+        if self._num_saved + len(present) > self._last:
+            for tensor in present:
                 self.pack(tensor)
             self._stop()
 
     def save(
-        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
+        self,
+        ctx: Any,
+        name: str,
+        tensors: Tensors,
+        extras: Tensors = (),
+        product_metas: ProductMetas = (),
     ) -> None:
         """Leave the GEMM outputs in the slot of the forward's layer."""
-        super().save(ctx, name, given, [None] * len(extras))
+        super().save(ctx, name, tensors, [None] * len(extras))
         place = self._num_saved
         expected, slot = self._segment.slots.get(place, _NO_SLOT)
         # another layer than the forward's leaves nothing for that one's backward
         if slot is not None and name == expected and slot() is not None:
-            self.extras[place] = phases.fitting(extras, likes)
+            self.extras[place] = phases.fitting(extras, product_metas)

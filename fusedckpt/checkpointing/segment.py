@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import origins, phases, private
-from fusedckpt.autograd.phases import Likes, Tensors
+from fusedckpt.autograd.phases import ProductMetas, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
@@ -232,13 +232,18 @@ class Segment(Trace, Keeper):
         return True
 
     def save(
-        self, ctx: Any, name: str, given: Tensors, extras: Tensors = (), likes: Likes = ()
+        self,
+        ctx: Any,
+        name: str,
+        tensors: Tensors,
+        extras: Tensors = (),
+        product_metas: ProductMetas = (),
     ) -> None:
         """Save the tensors that the layer was given, and leave a slot for its GEMM outputs."""
-        super().save(ctx, name, given, [None] * len(extras))
+        super().save(ctx, name, tensors, [None] * len(extras))
         # the recompute makes them for this layer alone
         ctx.owns_extras = True
-        if any(likes):
+        if any(product_metas):
             # no more than that: the layer's node outlives its saved tensors, which hold the segment
             place = len(self.saved)
             ctx.recall = slot = partial(_recall, weakref.ref(self), place)

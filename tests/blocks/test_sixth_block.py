@@ -35,7 +35,9 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
-    context = Context(grad=True, autocast=None, level=None, twin=False, direct=True, forced=())
+    context = Context(
+        grad=True, autocast=None, level=None, twin=False, is_unwatched=True, forced=()
+    )
     b = Builder(context, dtype)
     fc1 = b.linear("fc1_weight", Parts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
@@ -43,7 +45,7 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
     n = b.norm(Norm(norm_rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
     fc2 = b.linear("fc2_weight", Parts(w2, b2))
     y = b.apply(fc2, None, n, "y")
-    given = {"products": (z,), "dtype": dtype}
+    given = {"gemm_outputs": (z,), "dtype": dtype}
     return b.call("relu2_mlp", {"x": x}, [y], given, level=level, chunks=chunks)
 
 
