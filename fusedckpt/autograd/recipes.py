@@ -85,14 +85,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class ResultLayout(NamedTuple):
-    """How a result lies in its storage, which it fills."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class Made:
     """The results of a cheap function of other sources.
 
@@ -108,7 +100,7 @@ class Made:
         results: Sequence[Tensor],
     ):
         self.name, self.again, self.inputs = name, again, inputs
-        self.layouts = [ResultLayout(t.shape, t.stride(), t.dtype) for t in results]
+        self.layouts = [(t.shape, t.stride()) for t in results]
         self.depth = 1 + max([view.source.depth for view in inputs], default=0)
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
@@ -167,13 +159,12 @@ def _forget(reference: weakref.ref[Made]) -> None:
         made.forget()
 
 
-def _laid_out(result: Tensor, layout: ResultLayout) -> Tensor:
+def _laid_out(result: Tensor, layout: tuple[torch.Size, tuple[int, ...]]) -> Tensor:
     """Return a result with the strides that it had: its views are read by these."""
-    if result.stride() == layout.stride and result.storage_offset() == 0:
+    shape, stride = layout
+    if result.stride() == stride and result.storage_offset() == 0:
         return result
-    tensor = torch.empty_strided(
-        layout.shape, layout.stride, dtype=result.dtype, device=result.device
-    )
+    tensor = torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device)
     return tensor.copy_(result)
 
 
@@ -222,10 +213,12 @@ def _to(dtype: torch.dtype, value: Tensor) -> Tensor:
 class Stored:
     """The object that autograd saves in place of a tensor."""
 
-    __slots__ = ("alive", "view")
+    __slots__ = ("__weakref__", "alive", "leaf", "view")
 
     def __init__(self) -> None:
         self.view: View | None = None
+        # a small tensor, which is saved without a view
+        self.leaf: Leaf | None = None
         # a recipe that lives as long as this, for readers to come
         self.alive: Made | None = None
 
@@ -237,6 +230,8 @@ class Stored:
 
     def read(self) -> Tensor:
         """Return the tensor."""
+        if self.leaf is not None:
+            return self.leaf.value(0)
         assert self.view is not None
         with torch.no_grad():
             return self.view.read()

@@ -121,15 +121,25 @@ def functions_of(source: Leaf | Made) -> tuple[str, ...]:
 class Tracker:
     """Knows the sources of the storages that are alive during a forward.
 
-    count: called with each tensor that is saved, for hooks that count saved tensors; limit: the
-    longest chain of functions; copies_parameters: whether a parameter may be whole in its module's
-    forward and backward alone.
+    count: called with each tensor that is saved, for hooks that count saved tensors.
+    limit: the longest chain of functions.
+    copies_parameters: whether code may write to parameters, or one may be whole in its module's
+        forward and backward alone.
+    is_whole: whether no module gathers its parameters for its call alone.
+    floor: the bytes of a tensor that is worth a recipe.
     """
 
     def __init__(
-        self, count: Count = None, limit: int | None = None, *, copies_parameters: bool = True
+        self,
+        count: Count = None,
+        limit: int | None = None,
+        *,
+        copies_parameters: bool = True,
+        is_whole: bool = False,
+        floor: int = 0,
     ):
-        self.count, self.copies_parameters = count, copies_parameters
+        self.count, self.floor = count, floor
+        self.copies_parameters, self.is_whole = copies_parameters, is_whole
         self.limit = LIMIT if limit is None else limit
         # the last object that was saved in place of a tensor
         self.saved: Stored | None = None
@@ -151,15 +161,16 @@ class Tracker:
             return None
         return view if view.source.is_current() else None
 
-    def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> None:
+    def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> _Known:
         """Note that a recipe makes a tensor, or, for None, that autograd saves it as it is."""
         known = self._known
-        known[key_of(tensor)] = _Known(tensor, made, place)
+        known[key_of(tensor)] = source = _Known(tensor, made, place)
         if len(known) > self._room:
             # as many as twice those that were left
             for key in [key for key, one in known.items() if one.storage.expired()]:
                 del known[key]
             self._room = max(_MANY, 2 * len(known))
+        return source
 
     @contextmanager
     def knowing(self, tensor: Tensor, view: View) -> Iterator[None]:
@@ -185,12 +196,16 @@ class Tracker:
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
         overwritten: View | None = None,
+        *,
+        saves_parameters: bool = False,
     ) -> Made | None:
         """Note the recipe of results, `again(*inputs)`, if every input can be read in backward.
 
         name: the function's; overwritten: how to read the first input, where the function wrote
-        the result over it.
+        the result over it; saves_parameters: whether eager saves the parameters that it reads, so
+        that code may not write to them.
         """
+        reads_parameters = not self.copies_parameters or (saves_parameters and self.is_whole)
         size = 0
         for t in results:
             # a part of a storage cannot be made again with its strides
@@ -203,13 +218,16 @@ class Tracker:
             nbytes = x.nbytes
             if nbytes > size * SMALLER:
                 return None
-            view = self._parameter(x) if _is_parameter(x) else self.find(x)
+            if not _is_parameter(x):
+                view = self.find(x)
+            else:
+                view = view_of_leaf(x) if reads_parameters else None
             if view is None:
                 room -= nbytes
                 if room < 0:
                     return None
                 # a copy, as code may write to a tensor that autograd does not save
-                copy = x.detach().clone()
+                copy = x.data.clone()
                 view = view_in(Leaf(copy), copy)
             views.append(view)
         made = Made(name, again, views, results)
@@ -217,36 +235,46 @@ class Tracker:
             self.note(t, made, place)
         return made
 
-    def _parameter(self, x: Tensor) -> View | None:
-        return None if self.copies_parameters else view_of_leaf(x)
-
     def save(self, stored: Stored, tensor: Tensor) -> None:
         """Let autograd save the recipe of a tensor in its place, if there is one."""
-        view = self.view_of(tensor)
-        if self._observe is not None:
-            self._observe(self._choice(tensor, view))
         self.saved = stored
-        if view is not None:
+        if tensor.nbytes < self.floor:
+            # not looked for, nor known to be saved
+            stored.leaf = Leaf(tensor)
+            if self.count is not None:
+                self.count(tensor)
+            return
+        key = storage_key(tensor.untyped_storage())
+        known = self._known.get(key)
+        if known is not None and (known.version, known.dtype) != (tensor._version, tensor.dtype):
+            known = None
+        made = None if known is None else known.made
+        is_cut = made is not None and (made.depth > self.limit or not made.is_current())
+        if self._observe is not None:
+            self._observe(_choice(tensor, made, is_cut))
+        if known is None or is_cut:
+            # saved as it is, as what is known as saved already
+            known = self.note(tensor, None)
+            made = None
+        view = view_in(known.source(tensor), tensor, known.place)
+        if made is not None:
             stored.save(view, self.count)
             return
+        stored.view = view
         if self.count is not None:
-            # before it loses its graph, by which a view of a parameter is known
+            # the tensor itself, as a view of a parameter is known by its graph
             self.count(tensor)
-        if (leaf := self.find(tensor)) is None or isinstance(leaf.source, Made):
-            self.note(tensor, None)
-            leaf = self.find(tensor)
-        assert leaf is not None
-        stored.save(leaf, None)
 
-    def _choice(self, tensor: Tensor, view: View | None) -> Choice:
-        whole = self.find(tensor)
-        names = () if whole is None else functions_of(whole.source)
-        kind = tensor.shape, tensor.dtype, tensor.nbytes
-        return Choice(*kind, names, ()) if view is not None else Choice(*kind, (), names)
+
+def _choice(tensor: Tensor, made: Made | None, is_cut: bool) -> Choice:
+    names = () if made is None else functions_of(made)
+    functions, cut = ((), names) if is_cut else (names, ())
+    return Choice(tensor.shape, tensor.dtype, tensor.nbytes, functions=functions, cut=cut)
 
 
 def _is_parameter(x: Tensor) -> bool:
-    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+    # a check of instances takes a call of Python's
+    return nn.Parameter in (x.__class__, x._base.__class__)
 
 
 # a weak reference to the tracker of the forward that runs in this context: a module that runs again

@@ -104,4 +104,4 @@ def _note(tracker: Tracker, call: Call, inputs: Sequence[Any], y: Any, first: in
             [isinstance(t, Tensor) for t in parameters],
         )
         given = [t for t in parameters if isinstance(t, Tensor)]
-        tracker.make("norm", again, [x, *given], [y])
+        tracker.make("norm", again, [x, *given], [y], saves_parameters=True)

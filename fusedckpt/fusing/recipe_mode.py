@@ -31,6 +31,7 @@ from fusedckpt.fusing.cheap import KINDS, SAVES_NOTHING, WRITES
 FLOOR_BYTES = 1 << 20
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_SEQUENCES = frozenset((list, tuple))
 
 
 class RecipeMode(TorchFunctionMode):
@@ -53,7 +54,18 @@ class RecipeMode(TorchFunctionMode):
     ) -> Any:
         """Run a function, and save recipes for it."""
         kind = KINDS.get(func)
-        if kind is None or torch.compiler.is_compiling() or not self._is_large(args):
+        if kind is not None:
+            floor = self.floor
+            # without a call of Python's where the first tensor is small
+            for x in args:
+                if x.__class__ in _PLAIN:
+                    if x.nbytes >= floor:
+                        break
+                elif x.__class__ in _SEQUENCES and _is_large(x, floor):
+                    break
+            else:
+                kind = None
+        if kind is None or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         inputs = _inputs(args, kwargs)
@@ -71,19 +83,6 @@ class RecipeMode(TorchFunctionMode):
         for stored, tensor in saved:
             self.tracker.save(stored, tensor)
         return y
-
-    def _is_large(self, args: Any) -> bool:
-        """Whether one of a function's first tensors is worth a recipe."""
-        floor = self.floor
-        for x in args:
-            if isinstance(x, Tensor):
-                if x.nbytes >= floor:
-                    return True
-            elif type(x) in (list, tuple):
-                for part in x:
-                    if isinstance(part, Tensor) and part.nbytes >= floor:
-                        return True
-        return False
 
     def _takes(self, inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
         """Whether a call's tensors are plain, and nothing else watches it."""
@@ -107,11 +106,14 @@ class RecipeMode(TorchFunctionMode):
         """Run a cheap function; its result has a recipe."""
         if func in WRITES or kwargs.get("inplace") or any(x is True for x in args):
             return self._writing(func, args, kwargs, inputs)
-        if func in SAVES_NOTHING:
-            y, saved = func(*args, **kwargs), ()
-        else:
+        if func not in SAVES_NOTHING:
             y, saved = self._run(func, args, kwargs)
-        self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, saved)
+            self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, saved)
+            return y
+        y = func(*args, **kwargs)
+        # a view of an input is known by its storage
+        if not isinstance(y, Tensor) or key_of(y) not in [key_of(x) for x in inputs]:
+            self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, ())
         return y
 
     def _note(
@@ -126,19 +128,17 @@ class RecipeMode(TorchFunctionMode):
     ) -> None:
         """Note the recipe of a function's results, and save recipes in place of tensors."""
         tracker = self.tracker
-        results = [y] if isinstance(y, Tensor) else tensors_in(y)
-        keys = [key_of(t) for t in results]
+        results = [y] if y.__class__ is Tensor else tensors_in(y)
+        keys = [key_of(t) for t in results] if saved else []
         of_results = []
         # first the inputs that it saves, as recipes read them, then the results that it saves
         for stored, tensor in saved:
-            if key_of(tensor) in keys:
+            if tensor.nbytes >= self.floor and key_of(tensor) in keys:
                 of_results.append((stored, tensor))
             else:
                 tracker.save(stored, tensor)
-        is_new = overwritten is not None or not any(key_of(x) in keys for x in inputs)
-        if is_new:
-            name = again.func.__name__ if isinstance(again, Replay) else name or ""
-            tracker.make(name, again, inputs, results, overwritten)
+        name = again.func.__name__ if isinstance(again, Replay) else name or ""
+        tracker.make(name, again, inputs, results, overwritten)
         for stored, tensor in of_results:
             tracker.save(stored, tensor)
 
@@ -153,6 +153,11 @@ class RecipeMode(TorchFunctionMode):
             # a leaf that is overwritten cannot be read
             overwritten = before
             self._note_copies(saved, inputs, overwritten)
+        is_view = isinstance(y, Tensor) and key_of(y) in [key_of(t) for t in inputs]
+        if is_view and overwritten is None:
+            for stored, tensor in saved:
+                self.tracker.save(stored, tensor)
+            return y
         again = Replay(func, args, kwargs, x.device, writes)
         self._note(again, inputs, y, saved, overwritten=overwritten)
         return y
@@ -220,6 +225,10 @@ class RecipeMode(TorchFunctionMode):
         self._note(again, [], drawn, (), name="dropout")
         multiply = Tensor.mul_ if inplace else Tensor.mul
         return self._cheap(multiply, (input, drawn), {}, [input, drawn])
+
+
+def _is_large(parts: Sequence[Any], floor: int) -> bool:
+    return any(part.__class__ in _PLAIN and part.nbytes >= floor for part in parts)
 
 
 def _pack(packed: list[tuple[Stored, Tensor]], tensor: Tensor) -> Stored:

@@ -22,12 +22,20 @@ from fusedckpt.fusing.subclass import made_of, subclass
 
 
 @contextmanager
-def recipes_on() -> Iterator[None]:
-    """Let the functions called inside save recipes."""
+def recipes_on(model: nn.Module) -> Iterator[None]:
+    """Let the functions that a model's forward calls inside save recipes."""
     hooks = private.top_hooks()
-    tracker = Tracker(count=None if hooks is None else hooks[0])
-    with tracking(tracker), recipe_mode.RecipeMode(tracker, recipe_mode.FLOOR_BYTES):
+    floor = recipe_mode.FLOOR_BYTES
+    count = None if hooks is None else hooks[0]
+    tracker = Tracker(count, is_whole=not any(map(_may_gather, model.modules())), floor=floor)
+    with tracking(tracker), recipe_mode.RecipeMode(tracker, floor):
         yield
+
+
+def _may_gather(module: nn.Module) -> bool:
+    """Whether a module may gather its parameters for its call alone, as sharded ones do."""
+    hooks = module._forward_pre_hooks or module._forward_hooks
+    return bool(hooks) or "_fsdp_wrapped_module" in module._modules
 
 
 class WithRecipes(nn.Module):
@@ -52,7 +60,7 @@ class WithRecipes(nn.Module):
                 self.__dict__[RECIPES] = obstacle
             if obstacle is not None:
                 return original.forward(self, *args, **kwargs)
-            with recipes_on():
+            with recipes_on(self):
                 return original.forward(self, *args, **kwargs)
 
         cls.forward = forward

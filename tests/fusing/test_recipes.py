@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -479,3 +480,95 @@ def on_a_rank(rank: int) -> None:
 def test_on_two_ranks(tmp_path):
     """DDP, and FSDP2 of each block, which gathers parameters for a block's own backward alone."""
     run_ranks(on_a_rank, tmp_path)
+
+
+class Attention(nn.Module):
+    """Self-attention that `fuse` runs again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v)[:, 0])
+
+
+class Transformer(nn.Module):
+    """A pre-norm block."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2, self.attention = nn.LayerNorm(D), nn.LayerNorm(D), Attention()
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_modules_that_run_again_hold_nothing_of_the_forward():
+    """The context of a call, which they keep, has no recipe: saved bytes and peak are fuse's."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(*[Transformer() for _ in range(6)]).double()
+    x = torch.randn(2, 16 * T, D, dtype=torch.float64)
+    fused, both = copy.deepcopy(eager), copy.deepcopy(eager)
+    fusedckpt.fuse(fused)
+    fusedckpt.fuse(both, recipes=True)
+    for model in (fused, both):
+        same(step(model, x)[1:3], step(eager, x)[1:3])
+    assert saved_bytes(both, x) <= saved_bytes(fused, x)
+    peaks = [peak_bytes(lambda m=m: (step(m, x), None)[1]) for m in (fused, both)]
+    assert peaks[1] <= peaks[0], peaks
+
+
+def test_choices():
+    """Reports ask which functions made what, and where a chain was cut."""
+    eager, x = net("residual", torch.float32)
+    ours = with_recipes(eager)
+    with tracker.choices() as noted:
+        ours(x)
+    made = [choice for choice in noted if choice.functions]
+    assert made[0].functions == ("relu", "batch_norm")
+    assert made[0].nbytes == IMAGE // 2
+    assert not any(choice.cut for choice in noted)
+    recipes_of = {choice.functions for choice in noted}
+    assert () in recipes_of
+
+    class Sums(nn.Module):
+        def forward(self, x):
+            for _ in range(tracker.LIMIT + 2):
+                x = torch.sigmoid(x)
+            return x
+
+    long = with_recipes(nn.Sequential(nn.Linear(D, D), Sums()))
+    with tracker.choices() as noted:
+        long(tokens())
+    (cut,) = [choice for choice in noted if choice.cut]
+    assert cut.cut == ("sigmoid",) * (tracker.LIMIT + 1)
+
+
+def test_python_work_of_a_function():
+    """Calls of Python that a function takes more; a small one takes that of the mode alone."""
+    x = torch.randn(4, D, requires_grad=True) * 1
+    y = torch.randn(4, D)
+
+    def calls(run, floor: int) -> int:
+        count = [0]
+
+        def noted(frame, event, arg):
+            count[0] += event == "call"
+
+        known = tracker.Tracker(floor=floor)
+        with tracker.tracking(known), recipe_mode.RecipeMode(known, floor):
+            run()
+            sys.setprofile(noted)
+            run()
+            sys.setprofile(None)
+        return count[0]
+
+    small, large = x.nbytes + 1, x.nbytes
+    # the lambda, and the mode
+    assert calls(lambda: x + y, small) == 2
+    assert calls(lambda: x + y, large) <= 25
+    assert calls(lambda: x * y, large) <= 45
