@@ -60,8 +60,12 @@ def test_hooks_see_nothing(way):
     plain = m(x)
     with saved_tensors_hooks(packed.append, lambda x: x):
         y = WAYS[way](m, x)
-    # torch's checkpoint saves its arguments
-    assert len(packed) == (1 if way == "inside torch's" else 0)
+    # torch's checkpoint saves its arguments, and beside them a tensor of its own in torch 2.11
+    saved_by_torch = []
+    with saved_tensors_hooks(saved_by_torch.append, lambda x: x):
+        stock(m, x)
+    assert saved_by_torch
+    assert len(packed) == (len(saved_by_torch) if way == "inside torch's" else 0)
     assert not y.requires_grad
     if way not in ("nested", "nested regions", "sequential"):
         assert torch.equal(y, plain)
