@@ -32,6 +32,9 @@ _OPAQUE = (Tensor, nn.Module, Optimizer, type, types.ModuleType, enum.Enum, *_WE
 
 def parts_of(value: Any) -> list[Any]:
     """Return the objects in a container, and those in the attributes of an object that is data."""
+    if type(value) in _BUILT_IN:
+        # most are: they have no attributes
+        return [item for _, item in _pairs(type(value), value)]
     if isinstance(value, (str, bytes, bytearray, *_OPAQUE)):
         return []
     base = _base_of(value)
@@ -80,6 +83,8 @@ def restorer(value: Any) -> Callable[[], None]:
 
     It writes nothing where nothing changed. Weak containers do not come to hold their objects.
     """
+    if type(value) in _BUILT_IN:
+        return _restorer_of_items(type(value), value)
     if isinstance(value, _WEAK):
         return _restorer_of_weak(value)
     base, attributes = _base_of(value), attributes_of(value)
@@ -94,6 +99,17 @@ def restorer(value: Any) -> Callable[[], None]:
             value.clear()
             value.update(own)
         _set_attributes(value, attributes)
+
+    return restore
+
+
+def _restorer_of_items(base: Any, value: Any) -> Callable[[], None]:
+    """Return a function that brings the items of a container without attributes back."""
+    before = _pairs(base, value)
+
+    def restore() -> None:
+        if not _are_same(before, _pairs(base, value)):
+            _refill(base, value, before)
 
     return restore
 

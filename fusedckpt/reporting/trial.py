@@ -191,12 +191,14 @@ def _keep(
     value: Any, undo: ExitStack, seen: set[int], copies: Copies, is_attribute: bool = False
 ) -> None:
     """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
+    if type(value) in ATOMS:
+        return
     if isinstance(value, Optimizer):
         # one that wraps another has it as an attribute
         value = vars(value)
     if isinstance(value, Tensor) and is_attribute and not is_state(value):
         return
-    if type(value) in ATOMS or id(value) in seen:
+    if id(value) in seen:
         return
     seen.add(id(value))
     for kind, read, write in _GENERATORS:
