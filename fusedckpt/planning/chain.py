@@ -7,17 +7,18 @@ done; a unit inside a segment, behind another one, subtracts its input, which no
 A step under a plan that saves all of unit 0 and has 1 and 2 in one segment, a phase a line, with
 the field that has the phase's peak, and the bytes that the plan adds to those of the baseline:
 
+    phase                its peak                 bytes that the plan adds
     code before          before
     forward of 0         0.levels[].forward
-    code between         0.between            + 0.levels[].kept, until its backward
-    forward of 1         1.again.forward
-    code between         1.between
-    forward of 2         2.again.forward
-    code and loss        2.between            - 2.freed, the output of 1
-    recompute of 1       2.arrives + what 1.inside.forward is above 1.begin
-    recompute, backward  2.again.backward     + 1.inside.kept; 2.freed exists again
-    backward of 1        1.inside.backward    - 1.inside.kept
-    backward of 0        0.levels[].backward  - 0.levels[].kept
+    code between         0.peak_until_next        + 0.levels[].kept, until its backward
+    forward of 1         1.recomputed.forward
+    code between         1.peak_until_next
+    forward of 2         2.recomputed.forward
+    code and loss        2.peak_until_next        - 2.freed_in_segment, the output of 1
+    recompute of 1       2.live_at_gradient       + 1.in_segment.forward - 1.live_at_begin
+    recompute, backward  2.recomputed.backward    + 1.in_segment.kept; the output of 1 exists
+    backward of 1        1.in_segment.backward    - 1.in_segment.kept
+    backward of 0        0.levels[].backward      - 0.levels[].kept
     optimizer            after
 
 `moments` goes through a step under a plan. It checks plans of `solver`, and is independent of it.
@@ -59,20 +60,20 @@ class Unit:
     # the ways in which it saves something, of distinct names
     levels: tuple[Level, ...]
     # the unit in a segment of its own, `extra` is the time of its recompute; None where it is fixed
-    again: Level | None
+    recomputed: Level | None
     # the unit between its recompute and its backward in a segment
-    inside: Level
+    in_segment: Level
     forward_ms: float
     # bytes of the arguments that a segment keeps which starts here
-    input: int
+    input_bytes: int
     # bytes of the arguments that a segment does not keep which starts earlier
-    freed: int
+    freed_in_segment: int
     # live bytes when its forward begins
-    begin: int
+    live_at_begin: int
     # the peak from its end to the beginning of the next unit
-    between: int
+    peak_until_next: int
     # live bytes when its gradient arrives
-    arrives: int
+    live_at_gradient: int
     # whether it may be in one segment with the unit before
     joined: bool = False
     # why no segment may hold it, or ""
@@ -80,9 +81,9 @@ class Unit:
     # the names of its modules, where these are several
     members: tuple[str, ...] = ()
     # bytes of its arguments that it does not save, but a segment keeps which starts here
-    released: int = 0
+    unsaved_input: int = 0
     # bytes of its arguments without gradients that it does not save, but any segment keeps
-    constants: int = 0
+    unsaved_constants: int = 0
     # bytes of its arguments that a segment which starts here can offload
     movable: int = 0
     # ms of its backward, without a recompute
@@ -141,7 +142,7 @@ class Chain:
     def kept_by(self, item: Item) -> int:
         """Return the bytes that an item saves until its backward."""
         unit, level = self.units[item.start], self.level_of(item)
-        return unit.input - self.moved_by(item) if level is None else self.saved(unit, level)
+        return unit.input_bytes - self.moved_by(item) if level is None else self.saved(unit, level)
 
     def moved_by(self, item: Item) -> int:
         """Return the bytes that an item offloads."""
@@ -150,12 +151,12 @@ class Chain:
     def saved(self, unit: Unit, level: Level) -> int:
         """Return the bytes that a unit saves at a level, its input included."""
         # `kept` is beyond a checkpoint of its own, which saves these beside the input
-        return max(0, unit.input + self.lasting(unit) + level.kept)
+        return max(0, unit.input_bytes + self.lasting(unit) + level.kept)
 
     def extra_of(self, item: Item) -> float:
         """Return the ms that an item adds to a step."""
         *units, last = self.units[item.start : item.stop]
-        level = self.level_of(item) or last.again
+        level = self.level_of(item) or last.recomputed
         assert level is not None
         extra = sum(unit.forward_ms for unit in units) + level.extra
         if item.offloads:
@@ -174,7 +175,7 @@ class Chain:
 
     def saves(self, unit: Unit) -> int:
         """Return the bytes that a unit adds in a segment from its recompute to its backward."""
-        return unit.inside.kept + self.lasting(unit)
+        return unit.in_segment.kept + self.lasting(unit)
 
     def backward_at_end(self, unit: Unit) -> int:
         """Return the peak of a unit's recompute and backward, at the end of a segment of several.
@@ -182,15 +183,17 @@ class Chain:
         There an input that it does not save is gone after the recompute. But a recompute may end
         before the unit does, which only the unit in a segment of its own shows.
         """
-        assert unit.again is not None
-        if not unit.released:
-            return unit.again.backward
-        runs = unit.arrives + unit.inside.forward - unit.begin
-        return min(unit.again.backward, max(runs, unit.inside.backward + self.lasting(unit)))
+        assert unit.recomputed is not None
+        if not unit.unsaved_input:
+            return unit.recomputed.backward
+        runs = unit.live_at_gradient + unit.in_segment.forward - unit.live_at_begin
+        return min(
+            unit.recomputed.backward, max(runs, unit.in_segment.backward + self.lasting(unit))
+        )
 
     def lasting(self, unit: Unit) -> int:
         """Return the bytes that a segment keeps of a unit from its forward to the segment's end."""
-        return self.states * len(unit.modules) + unit.constants
+        return self.states * len(unit.modules) + unit.unsaved_constants
 
 
 @dataclass(frozen=True)
@@ -244,17 +247,17 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     for k, item in enumerate(items):
         offsets.append(offset)
         for number, unit in enumerate(chain.units[item.start : item.stop]):
-            level = chain.level_of(item) or unit.again
+            level = chain.level_of(item) or unit.recomputed
             assert level is not None
             yield level.forward + offset - cached - gone[k], f"forward of {unit.name}"
-            # `again` keeps 0
-            offset += -unit.freed if number else level.kept
+            # `recomputed` keeps 0
+            offset += -unit.freed_in_segment if number else level.kept
             cached += level.cached
             if unit is chain.units[-1] and not chain.outlives:
                 cached = 0
             is_last = number == item.stop - item.start - 1
             live = offset - cached - gone[k + is_last]
-            yield unit.between + live, f"code behind {unit.name}"
+            yield unit.peak_until_next + live, f"code behind {unit.name}"
     for k, item in reversed([*enumerate(items)]):
         offset = offsets[k] - gone_in_backward[k]
         if level := chain.level_of(item):
@@ -290,19 +293,19 @@ def gone_bytes(chain: Chain, items: Sequence[Item]) -> tuple[list[int], list[int
 def _backward(chain: Chain, item: Item, offset: int) -> Iterator[tuple[int, str]]:
     """Yield the peaks of a segment's recompute and backward; offset: bytes of the items before."""
     *units, last = chain.units[item.start : item.stop]
-    assert last.again is not None
+    assert last.recomputed is not None
     behind = chain.units[item.start + 1 : item.stop]
     if units:
         # the segment's own argument
-        offset += units[0].released
-    live = offset + last.arrives - sum(unit.freed for unit in behind)
+        offset += units[0].unsaved_input
+    live = offset + last.live_at_gradient - sum(unit.freed_in_segment for unit in behind)
     for unit, after in zip(units, behind, strict=True):
-        yield live + unit.inside.forward - unit.begin, f"recompute of {unit.name}"
-        live += chain.saves(unit) + after.freed
+        yield live + unit.in_segment.forward - unit.live_at_begin, f"recompute of {unit.name}"
+        live += chain.saves(unit) + after.freed_in_segment
     offset += sum(map(chain.saves, units))
-    peak = chain.backward_at_end(last) if units else last.again.backward
+    peak = chain.backward_at_end(last) if units else last.recomputed.backward
     yield peak + offset, f"recompute of {last.name}"
     for unit, after in zip(reversed(units), reversed(behind), strict=True):
         # they live as long as the segment
         offset += chain.lasting(after) - chain.saves(unit)
-        yield unit.inside.backward + chain.lasting(unit) + offset, f"backward of {unit.name}"
+        yield unit.in_segment.backward + chain.lasting(unit) + offset, f"backward of {unit.name}"

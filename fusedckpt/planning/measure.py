@@ -77,7 +77,7 @@ class _Ms(NamedTuple):
 
     forward: float
     extra: dict[str, float]
-    again: float
+    recomputed: float
     backward: float
 
 
@@ -172,15 +172,15 @@ class _Costs:
 
         both = {name: mean("enter", name) + mean("back", name) for name in readings}
         ms = fmean(forward[i] for i in alike)
-        again = fmean(self._alone.ms("back", i) for i in alike) - mean("back", first)
+        recomputed = fmean(self._alone.ms("back", i) for i in alike) - mean("back", first)
         low, high = (share * ms for share in _RERUN)
-        again = min(max(scale * again, low), high + _OVERHEAD)
+        recomputed = min(max(scale * recomputed, low), high + _OVERHEAD)
         extra, least = {first: 0.0}, 0.0
         for name in sorted(names, key=lambda name: -self._kept(alike[0], name)):
             least = max(scale * (both[name] - both[first]), least + _NOT_FREE * ms)
             # a recompute without attention takes no longer than one with it
-            extra[name] = min(least, again) if name == ATTENTION else least
-        return _Ms(ms, extra, again, scale * mean("back", first))
+            extra[name] = min(least, recomputed) if name == ATTENTION else least
+        return _Ms(ms, extra, recomputed, scale * mean("back", first))
 
     def _kept(self, i: int, name: str) -> int:
         """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
@@ -236,20 +236,21 @@ class _Costs:
             if not useful or level.kept < useful[-1].kept:
                 useful.append(level)
         inside = INSIDE if INSIDE in readings else next(iter(readings))
-        again = Level("again", 0, ms.again, alone.peak("enter", i), alone.peak("back", i))
+        peaks = alone.peak("enter", i), alone.peak("back", i)
+        recomputed = Level("recomputed", 0, ms.recomputed, *peaks)
         return Unit(
             found.name,
             tuple(useful),
-            again=None if found.fixed else again,
-            inside=replace(self._level(i, inside), name=INSIDE),
+            recomputed=None if found.fixed else recomputed,
+            in_segment=replace(self._level(i, inside), name=INSIDE),
             forward_ms=ms.forward,
-            input=found.input,
-            freed=freed if found.joined else 0,
-            released=self._released(i, inside),
-            constants=self._constants(i, inside),
-            begin=alone.begin(i),
-            between=alone.peak("leave", i),
-            arrives=alone.live.get(f"back {i}", alone.begin(i)),
+            input_bytes=found.input,
+            freed_in_segment=freed if found.joined else 0,
+            unsaved_input=self._released(i, inside),
+            unsaved_constants=self._constants(i, inside),
+            live_at_begin=alone.begin(i),
+            peak_until_next=alone.peak("leave", i),
+            live_at_gradient=alone.live.get(f"back {i}", alone.begin(i)),
             # code may hold the input anyway
             joined=found.joined and 2 * freed > found.input,
             fixed=found.fixed,

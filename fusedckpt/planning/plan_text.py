@@ -27,7 +27,7 @@ def text(plan: Plan) -> str:
 def _rows(plan: Plan) -> list[Row]:
     """Return a row of `_HEAD` for every item, or for several alike in a row."""
     units, number = plan.chain.units, 0
-    before = max(0, units[0].begin - plan.chain.base - units[0].input)
+    before = max(0, units[0].live_at_begin - plan.chain.base - units[0].input_bytes)
     found: list[Row] = [("(before)", "unchanged", size(before), "", "")]
     for cells, group in groupby(plan.items, partial(_cells, plan)):
         items = list(group)
@@ -94,7 +94,7 @@ def _limited_by(plan: Plan) -> str | None:
     names = ", ".join(f"{a.name} and {b.name}" for a, b in pairs[:2])
     names += f", and {len(pairs) - 2} more" if pairs[2:] else ""
     states = plan.chain.states
-    kept = sum(max(0, b.begin - a.begin - b.input - states) for a, b in pairs)
+    kept = sum(max(0, b.live_at_begin - a.live_at_begin - b.input_bytes - states) for a, b in pairs)
     told = f"code between these modules prevents one segment across them: {names}"
     return f"{told}; it saves {size(kept)}"
 

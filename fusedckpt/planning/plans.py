@@ -24,7 +24,7 @@ from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 
-_FORMAT = {"format": "fusedckpt.plan", "version": 6}
+_FORMAT = {"format": "fusedckpt.plan", "version": 7}
 
 
 @dataclass(frozen=True)
@@ -194,8 +194,9 @@ def _read(found: Any) -> Plan:
     for unit in (units := found["chain"]["units"]):
         unit["levels"] = tuple(Level(**level) for level in unit["levels"])
         unit["members"] = tuple(unit["members"])
-        unit["inside"], again = Level(**unit["inside"]), unit["again"]
-        unit["again"] = None if again is None else Level(**again)
+        unit["in_segment"] = Level(**unit["in_segment"])
+        if (recomputed := unit["recomputed"]) is not None:
+            unit["recomputed"] = Level(**recomputed)
     found["chain"]["units"] = tuple(Unit(**unit) for unit in units)
     found["chain"] = Chain(**found["chain"])
     found["items"] = tuple(Item(**item) for item in found["items"])

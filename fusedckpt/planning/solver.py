@@ -128,19 +128,26 @@ def starts_of(chain: Chain, longest: int) -> list[_Starts]:
     after: Unit | None = None
     for i, unit in reversed([*enumerate(chain.units)]):
         ways = none if after is None or not after.joined else _prepended(chain, unit, after, ways)
-        if unit.again is None:
+        if unit.recomputed is None:
             ways, first = none, 0
         else:
-            first = unit.again.forward
-            lasting, extra = chain.lasting(unit), unit.again.extra
-            alone = unit.between, unit.again.backward, unit.arrives, 0, lasting, extra
+            first = unit.recomputed.forward
+            lasting, extra = chain.lasting(unit), unit.recomputed.extra
+            alone = (
+                unit.peak_until_next,
+                unit.recomputed.backward,
+                unit.live_at_gradient,
+                0,
+                lasting,
+                extra,
+            )
             # bytes below 2^53 are exact
             ways = np.column_stack((np.array(alone, float), ways[:, : longest - 1]))
         forward, backward, _, freed, _, ms = ways
         # those of several units keep the argument of the first
-        backward = np.concatenate((backward[:1], backward[1:] + unit.released))
+        backward = np.concatenate((backward[:1], backward[1:] + unit.unsaved_input))
         levels, count = unit.levels, len(ms)
-        own = [max(x.forward, unit.between + x.kept, x.backward) for x in levels]
+        own = [max(x.forward, unit.peak_until_next + x.kept, x.backward) for x in levels]
         stop = np.concatenate(([i + 1] * len(levels), i + 1 + np.arange(len(ms))))
         kept = np.concatenate(([x.kept for x in levels], -freed))
         need = np.concatenate((own, np.maximum(np.maximum(forward, backward), first)))
@@ -160,23 +167,26 @@ def _exposed(chain: Chain, start: int, extra: Ms) -> Ms:
     units = chain.units[start : start + len(extra)]
     forward = np.cumsum([unit.forward_ms for unit in units])
     backward = np.cumsum([unit.backward_ms for unit in units])
-    again = extra / chain.slower
-    return chain.slower * chain.exposed_ms(units[0].movable, forward, again + backward)
+    recompute = extra / chain.slower
+    return chain.slower * chain.exposed_ms(units[0].movable, forward, recompute + backward)
 
 
 def _prepended(chain: Chain, unit: Unit, after: Unit, ways: Any) -> Any:
     """Put a unit before segments; after: the unit that was their first."""
-    if after.again is None:
+    if after.recomputed is None:
         return ways[:, :0]
     forward, backward, live, freed, lasting, ms = ways
     # the first of them was that unit alone
     backward = np.concatenate(([chain.backward_at_end(after)], backward[1:]))
-    first, live = max(unit.between, after.again.forward), live - after.freed
-    runs, saves = unit.inside.forward - unit.begin, chain.saves(unit)
+    first, live = max(unit.peak_until_next, after.recomputed.forward), live - after.freed_in_segment
+    runs, saves = unit.in_segment.forward - unit.live_at_begin, chain.saves(unit)
     backward = np.maximum(backward + saves, live + runs)
     lasting = lasting + chain.lasting(unit)
-    backward = np.maximum(backward, unit.inside.backward + lasting)
-    forward, freed = np.maximum(forward - after.freed, first), freed + after.freed
+    backward = np.maximum(backward, unit.in_segment.backward + lasting)
+    forward, freed = (
+        np.maximum(forward - after.freed_in_segment, first),
+        freed + after.freed_in_segment,
+    )
     return np.stack((forward, backward, live, freed, lasting, ms + unit.forward_ms))
 
 

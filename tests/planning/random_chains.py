@@ -26,15 +26,15 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
             None if fixed[i] else again,
             level("inside", begin, 0.0),
             forward,
-            input=draw.randrange(most // 2),
-            freed=draw.randrange(most // 2) if joined else 0,
-            begin=begin,
-            between=begin + draw.randrange(most),
-            arrives=draw.randrange(most),
+            input_bytes=draw.randrange(most // 2),
+            freed_in_segment=draw.randrange(most // 2) if joined else 0,
+            live_at_begin=begin,
+            peak_until_next=begin + draw.randrange(most),
+            live_at_gradient=draw.randrange(most),
             joined=joined,
             fixed="modifies its input" if fixed[i] else "",
-            released=draw.choice((0, 0, draw.randrange(most // 2))),
-            constants=draw.choice((0, 0, draw.randrange(most // 4))),
+            unsaved_input=draw.choice((0, 0, draw.randrange(most // 2))),
+            unsaved_constants=draw.choice((0, 0, draw.randrange(most // 4))),
         )
 
     units = tuple(unit(i) for i in range(count))

@@ -101,7 +101,7 @@ def test_it_declines_and_says_why(device, monkeypatch, x):
 
 def test_few_segments_decline(monkeypatch):
     chain = llama_like(24)
-    units = [replace(u, movable=u.input, backward_ms=2 * u.forward_ms) for u in chain.units]
+    units = [replace(u, movable=u.input_bytes, backward_ms=2 * u.forward_ms) for u in chain.units]
     chain = replace(chain, units=tuple(units), to_host=1e12, to_device=1e12)
     limit = 1.05 * least_peak(replace(chain, to_host=0.0)).peak
     choice = choose(chain, limit)
@@ -132,7 +132,7 @@ def test_the_rates_of_copies(monkeypatch):
 
 def with_movable(chain, draw):
     units = (
-        replace(unit, movable=draw.randrange(unit.input + 1), backward_ms=draw.randrange(30))
+        replace(unit, movable=draw.randrange(unit.input_bytes + 1), backward_ms=draw.randrange(30))
         for unit in chain.units
     )
     return replace(chain, units=tuple(units))

@@ -157,7 +157,7 @@ def test_units_that_do_not_run_attention_again(fused):
     for unit in found.chain.units:
         level, least = unit.level("attention"), unit.level(unit.fastest.name)
         assert 0 < level.kept < least.kept
-        assert 0 < level.extra <= unit.again.extra
+        assert 0 < level.extra <= unit.recomputed.extra
     items = tuple(Item(i, i + 1, "attention") for i in range(3))
     found = replace(found, items=items)
     found.apply(model)

@@ -35,15 +35,15 @@ def replay(chain: Chain, items) -> tuple[int, float]:
     # by unit, bytes more than in a step in which every unit is in a checkpoint of its own
     more, peaks, extra = [0] * len(chain.units), [chain.before, chain.after], 0.0
     # by unit, random states and arguments that live as long as its segment
-    lasting = [chain.states + unit.constants for unit in chain.units]
+    lasting = [chain.states + unit.unsaved_constants for unit in chain.units]
     for item in items:
         for i in range(item.start, item.stop):
             unit = chain.units[i]
-            level = unit.again if item.level is None else unit.level(item.level)
+            level = unit.recomputed if item.level is None else unit.level(item.level)
             peaks.append(level.forward + sum(more[:i]))
             is_inside = item.level is None and i > item.start
-            more[i] = -unit.freed if is_inside else level.kept
-            peaks.append(unit.between + sum(more[: i + 1]))
+            more[i] = -unit.freed_in_segment if is_inside else level.kept
+            peaks.append(unit.peak_until_next + sum(more[: i + 1]))
     for item in items[::-1]:
         if item.level is not None:
             level = chain.units[item.start].level(item.level)
@@ -52,26 +52,26 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             continue
         last = item.stop - 1
         # its argument, whatever the first unit saves
-        held = chain.units[item.start].released if last > item.start else 0
+        held = chain.units[item.start].unsaved_input if last > item.start else 0
         more[0] += held
         for i in range(item.start, last):
             unit = chain.units[i]
-            runs = unit.inside.forward - unit.begin
-            peaks.append(chain.units[last].arrives + sum(more[: last + 1]) + runs)
+            runs = unit.in_segment.forward - unit.live_at_begin
+            peaks.append(chain.units[last].live_at_gradient + sum(more[: last + 1]) + runs)
             # it has its intermediates again, beside what the segment keeps; the next one its input
-            more[i] += unit.inside.kept + lasting[i]
-            more[i + 1] += chain.units[i + 1].freed
+            more[i] += unit.in_segment.kept + lasting[i]
+            more[i + 1] += chain.units[i + 1].freed_in_segment
             extra += unit.forward_ms
         end = chain.units[last]
-        backward = end.again.backward
-        if last > item.start and end.released:
-            runs = end.arrives + end.inside.forward - end.begin
-            backward = min(backward, max(runs, end.inside.backward + lasting[last]))
+        backward = end.recomputed.backward
+        if last > item.start and end.unsaved_input:
+            runs = end.live_at_gradient + end.in_segment.forward - end.live_at_begin
+            backward = min(backward, max(runs, end.in_segment.backward + lasting[last]))
         peaks.append(backward + sum(more[:last]))
-        extra += chain.units[last].again.extra
+        extra += chain.units[last].recomputed.extra
         for i in reversed(range(item.start, last)):
             held_until_the_end = held * (i == 0) + sum(lasting[i : last + 1])
-            peaks.append(chain.units[i].inside.backward + sum(more[:i]) + held_until_the_end)
+            peaks.append(chain.units[i].in_segment.backward + sum(more[:i]) + held_until_the_end)
         more[0] -= held
     return max(peaks), extra
 
@@ -155,8 +155,8 @@ def scaled(chain: Chain, by: int) -> Chain:
         replace(
             times(unit),
             levels=tuple(map(times, unit.levels)),
-            again=unit.again and times(unit.again),
-            inside=times(unit.inside),
+            recomputed=unit.recomputed and times(unit.recomputed),
+            in_segment=times(unit.in_segment),
         )
         for unit in chain.units
     ]
@@ -251,7 +251,7 @@ def chain_of(count, fixed=(), apart=()):
         replace(
             unit,
             fixed="modifies its input" if i in fixed else "",
-            again=None if i in fixed else Level("again", 0, 1.0, 1, 1),
+            recomputed=None if i in fixed else Level("again", 0, 1.0, 1, 1),
             joined=i > 0 and not {i - 1, i} & {*fixed} and i not in apart,
         )
         for i, unit in enumerate(chain.units)
@@ -284,7 +284,7 @@ def test_rules(chain, name, starts):
 def test_sqrt_balances_bytes():
     kept = [1] * 12 + [12] * 4
     units = [
-        replace(unit, input=0, levels=(Level("plain", k, 0.0, 1, 1),))
+        replace(unit, input_bytes=0, levels=(Level("plain", k, 0.0, 1, 1),))
         for unit, k in zip(chain_of(16).units, kept, strict=True)
     ]
     items = by_rule(Chain(tuple(units)), "sqrt").items
