@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.private import function_of
 from fusedckpt.kernels import grouped
 from fusedckpt.kernels.routed import Route
 
@@ -75,7 +76,7 @@ def hand_over(
         if not isinstance(gradient, LateGradient):
             continue
         node = ctx.next_functions[sum(are_tensors[:i])][0]
-        if getattr(node, "_forward_cls", None) is WeightRead:
+        if function_of(node) is WeightRead:
             node.gradient = gradient
             empty = torch.zeros((), dtype=gradient.dtype, device=like.device)
             gradients[i] = empty.expand(metas[i].shape)

@@ -234,7 +234,9 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, bool]:
 
 def _wrapped(wrapper: Any) -> nn.Module | None:
     """Return the CheckpointWrapper right inside of an OffloadWrapper."""
-    module, (kind, _) = wrapper._checkpoint_wrapped_module, private.activation_wrappers()
+    kind, _ = private.activation_wrappers()
+    # the only one
+    module = next(wrapper.children())
     return module if isinstance(module, kind) else None
 
 
