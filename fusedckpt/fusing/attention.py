@@ -22,7 +22,7 @@ from fusedckpt.fusing.subclass import subclass
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     """Find attention and mixers that are not swapped otherwise, in a block, or around an MLP."""
     save, report = search.save, search.report
-    found = mixers(search.modules)
+    kinds_by_name = mixers(search.modules)
     if batch is not None and search.kinds["attention"]:
         fused = (module for module in search.modules.values() if MARK in vars(module))
         swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
@@ -30,11 +30,11 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         if isinstance(called, str):
             report.notes.append(f"attention and mixers were found by their code, as {called}")
         else:
-            found = united(called, found)
+            kinds_by_name = united(called, kinds_by_name)
             report.notes.append("attention and mixers were found by running the batch")
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
-    for name, kinds in found.items():
+    for name, kinds in kinds_by_name.items():
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue

@@ -42,37 +42,37 @@ def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
 
     Of several, one inside another, it is the innermost with weights.
     """
-    found = dict[str, frozenset[str]]()
+    kinds_by_name = dict[str, frozenset[str]]()
     for name, module in modules.items():
         if kinds := kinds_called(module):
             while name and not any(p.dim() > 1 for p in modules[name].parameters()):
                 # a module for the call alone
                 name = name.rpartition(".")[0]
-            found[name] = found.get(name, frozenset()) | kinds
-    inner = innermost(found)
+            kinds_by_name[name] = kinds_by_name.get(name, frozenset()) | kinds
+    inner = innermost(kinds_by_name)
     # a whole model runs more than attention
     is_whole = any(isinstance(m, (nn.Embedding, nn.ModuleList)) for m in modules.values())
-    return inner if inner or is_whole else found
+    return inner if inner or is_whole else kinds_by_name
 
 
 def united(
-    called: Mapping[str, frozenset[str]], found: Mapping[str, frozenset[str]]
+    called: Mapping[str, frozenset[str]], by_code: Mapping[str, frozenset[str]]
 ) -> dict[str, frozenset[str]]:
     """Return the modules that a run has shown, and those found in parts that it did not reach."""
     added = {
         name: kinds
-        for name, kinds in found.items()
+        for name, kinds in by_code.items()
         if not any(f"{a}.".startswith(f"{b}.") for n in called for a, b in ((n, name), (name, n)))
     }
     return {**called, **added}
 
 
-def innermost(found: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+def innermost(kinds_by_name: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
     """Leave out the model itself, and modules around others."""
     return {
         name: kinds
-        for name, kinds in found.items()
-        if name and not any(other.startswith(f"{name}.") for other in found)
+        for name, kinds in kinds_by_name.items()
+        if name and not any(other.startswith(f"{name}.") for other in kinds_by_name)
     }
 
 
@@ -81,9 +81,12 @@ def kinds_called(module: nn.Module) -> frozenset[str]:
     if isinstance(module, nn.MultiheadAttention):
         return frozenset((NAME,))
     # in attributes, as diffusers' processors are
-    own = [type(value) for value in vars(module).values() if callable(value)]
+    classes = [type(value) for value in vars(module).values() if callable(value)]
     functions = [kind for x in vars(module).values() if (kind := _kind_of(x)) is not None]
-    called = [_called_by(type(module), "forward"), *(_called_by(kind, "__call__") for kind in own)]
+    called = [
+        _called_by(type(module), "forward"),
+        *(_called_by(kind, "__call__") for kind in classes),
+    ]
     return frozenset(functions).union(*called)
 
 
@@ -103,7 +106,8 @@ def _called_by(kind: type, method: str) -> frozenset[str]:
     by = next((base for base in kind.__mro__ if method in vars(base)), kind)
     if by.__module__.startswith("torch."):
         return frozenset()
-    found, seen = set[str](), set[Any]()
+    kinds = set[str]()
+    seen = set[Any]()
     queue = [*_methods(kind, method)]
     multiplies = has_softmax = False
     for fn in queue:
@@ -115,16 +119,16 @@ def _called_by(kind: type, method: str) -> frozenset[str]:
         multiplies = multiplies or not _PRODUCTS.isdisjoint(names) or _has_product(code)
         has_softmax = has_softmax or _SOFTMAX in names
         if not _ATTENTION.isdisjoint(names) or (multiplies and has_softmax):
-            found.add(NAME)
+            kinds.add(NAME)
         for called in (*_values(fn, names), *_attributes(kind, names)):
             mixing = _kind_of(called)
             if mixing is not None:
-                found.add(mixing)
+                kinds.add(mixing)
             elif isinstance(called, FunctionType) and _is_own(called, by):
                 queue.append(unwrap(called))
         for name in names:
             queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
-    return frozenset(found)
+    return frozenset(kinds)
 
 
 def _methods(kind: type, name: str) -> Iterator[FunctionType]:
@@ -140,9 +144,9 @@ def _methods(kind: type, name: str) -> Iterator[FunctionType]:
 def _attributes(kind: type, names: set[str]) -> Iterator[Any]:
     """Yield the attributes of a class that are no methods, such as a function of a table."""
     for base in kind.__mro__[: kind.__mro__.index(object)]:
-        own = (vars(base)[name] for name in names & vars(base).keys())
-        own = (getattr(value, "__func__", value) for value in own)
-        yield from (value for value in own if not isinstance(value, FunctionType))
+        values = (vars(base)[name] for name in names & vars(base).keys())
+        values = (getattr(value, "__func__", value) for value in values)
+        yield from (value for value in values if not isinstance(value, FunctionType))
 
 
 def _is_own(fn: FunctionType, kind: type) -> bool:
@@ -156,9 +160,9 @@ def _is_own(fn: FunctionType, kind: type) -> bool:
 def _values(fn: FunctionType, names: set[str]) -> Iterator[Any]:
     """Yield the values of a function's globals and closed-over variables, and of modules' names."""
     for code in _codes(fn.__code__):
-        for one in dis.get_instructions(code):
-            if one.opname == "LOAD_GLOBAL":
-                value = fn.__globals__.get(one.argval)
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                value = fn.__globals__.get(instruction.argval)
                 if isinstance(value, ModuleType):
                     yield from (vars(value).get(name) for name in names)
                 yield value
@@ -189,5 +193,5 @@ def _has_product(code: CodeType) -> bool:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    for one in _codes(code):
-        yield from one.co_names
+    for part in _codes(code):
+        yield from part.co_names

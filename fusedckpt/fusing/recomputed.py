@@ -68,21 +68,22 @@ class Recomputed(Swapped):
         x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
         if self._runs_as_ever(x):
             return forward(*args, **kwargs)
-        given = *args, *kwargs.values()
-        tensors = [one for one in objects_in([*given]) if isinstance(one, Tensor)]
+        values = *args, *kwargs.values()
+        tensors = [one for one in objects_in([*values]) if isinstance(one, Tensor)]
         if not needs_gradient(self, tensors):
             return forward(*args, **kwargs)
-        found, way = self._obstacle(given), _way(self, kwargs)
+        obstacle = self._obstacle(values)
+        way = _way(self, kwargs)
         seen = self.__dict__.get(SEEN)
-        if found is None and seen is not None and seen[0] == (way, x.shape):
-            found = NotFused(seen[1])
-        if found is not None:
-            fallbacks.note(self, found)
+        if obstacle is None and seen is not None and seen[0] == (way, x.shape):
+            obstacle = NotFused(seen[1])
+        if obstacle is not None:
+            fallbacks.note(self, obstacle)
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt_match is not None
         regions = () if is_mlp else (NAME, SCAN)
         draws = self.training, not is_mlp
-        y = recomputed(self, forward, x, given, tuple(kwargs), regions=regions, draws=draws)
+        y = recomputed(self, forward, x, values, tuple(kwargs), regions=regions, draws=draws)
         if not is_mlp:
             self._look_at(x, y, way)
         return y
@@ -99,10 +100,10 @@ class Recomputed(Swapped):
         if self._fusedckpt_match is not None:
             return self._of_mlp(self._fusedckpt_match, given)
         for value in given:
-            for one in objects_in(value) if type(value) not in ATOMS else ():
-                is_known = isinstance(one, Tensor) or is_noted(one)
-                if not is_known and type(one).__name__ not in _CONSTANT:
-                    return NotFused("cache", type(one).__name__)
+            for part in objects_in(value) if type(value) not in ATOMS else ():
+                is_known = isinstance(part, Tensor) or is_noted(part)
+                if not is_known and type(part).__name__ not in _CONSTANT:
+                    return NotFused("cache", type(part).__name__)
         hooked = (
             name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
         )
@@ -112,9 +113,9 @@ class Recomputed(Swapped):
     def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> NotFused | None:
         if len(given) != 1 or not isinstance(given[0], Tensor):
             return NotFused("arguments")
-        found = broken(self, match.held)
-        if found is not None or dispatch.are_plain(*given, *self.parameters()):
-            return found
+        change = broken(self, match.held)
+        if change is not None or dispatch.are_plain(*given, *self.parameters()):
+            return change
         return fallbacks.unplain(given[0], **dict(self.named_parameters(recurse=False)))
 
     def _look_at(self, x: Tensor, y: Any, way: tuple[Any, ...]) -> None:
@@ -132,17 +133,17 @@ class Recomputed(Swapped):
             is_unseen = self._fusedckpt_mixes == {NAME} and NAME not in {
                 record.name for record in segment.records
             }
-            found = None
+            reason = None
             if again:
-                found = NotFused("again", again[0])
+                reason = NotFused("again", again[0])
             elif is_unseen:
                 samples = segment.samples
                 is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
-                found = NotFused("again", NAME) if is_large else NotFused("unseen")
-            if found is not None and found[0] != "again":
-                self.__dict__[SEEN] = (way, x.shape), found[0]
-            if found is not None:
-                fallbacks.note(self, found)
+                reason = NotFused("again", NAME) if is_large else NotFused("unseen")
+            if reason is not None and reason[0] != "again":
+                self.__dict__[SEEN] = (way, x.shape), reason[0]
+            if reason is not None:
+                fallbacks.note(self, reason)
             elif not dispatch.has_hooks(self):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_made_again, weakref.ref(segment), place)

@@ -57,8 +57,10 @@ def mixers_of(
         for generator, state in states:
             generator.set_state(state)
     heavy = {module: set[str]() for module in seen.heavy}
-    found = {**heavy, **seen.kinds}
-    return innermost({names[m]: frozenset(kinds) for m, kinds in found.items() if m in names})
+    kinds_by_module = {**heavy, **seen.kinds}
+    return innermost(
+        {names[m]: frozenset(kinds) for m, kinds in kinds_by_module.items() if m in names}
+    )
 
 
 def _generators(model: nn.Module) -> list[torch.Generator]:

@@ -72,7 +72,9 @@ class State:
 
     def _of_modules(self) -> tuple[list[Member], list[Any]]:
         """Note the modules; return their members, and objects in their attributes and classes."""
-        found, objects, classes = list[Member](), list[Any](), dict[type, None]()
+        members = list[Member]()
+        objects = list[Any]()
+        classes = dict[type, None]()
         for module in self._module.modules():
             attributes = vars(module)
             contents = dict(attributes)
@@ -84,14 +86,14 @@ class State:
             parameters = contents["_parameters"]
             for name, tensor in (*parameters.items(), *contents["_buffers"].items()):
                 if tensor is not None:
-                    found.append(Member(module, name, tensor, versions_of(tensor)[0]))
+                    members.append(Member(module, name, tensor, versions_of(tensor)[0]))
             self._flags += [(p, p.requires_grad) for p in parameters.values() if _is_leaf(p)]
             objects += [x for name, x in contents.items() if name not in _OF_MODULES]
         for kind in classes:
             objects += [x for read in _of_class(kind) for x in read()]
             for numbers in numbers_of(kind):
                 self._note_contents(numbers)
-        return found, objects
+        return members, objects
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
         """Note the objects in a queue, and the objects in these, the nearest first."""
@@ -116,10 +118,10 @@ class State:
             self._generators.append((*calls, calls[1]()))
         elif _is_plain_class(kind):
             attributes = getattr(value, "__dict__", None)
-            found = [*self._note_contents(value)] if isinstance(value, BASES) else []
-            found += self._note_contents(attributes) if type(attributes) is dict else ()
-            found += self._note_contents(Slots(value)) if slots_of(kind) else ()
-            return found
+            contents = [*self._note_contents(value)] if isinstance(value, BASES) else []
+            contents += self._note_contents(attributes) if type(attributes) is dict else ()
+            contents += self._note_contents(Slots(value)) if slots_of(kind) else ()
+            return contents
         return ()
 
     def _note_contents(self, holder: Any) -> Sequence[Any]:

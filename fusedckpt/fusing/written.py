@@ -54,9 +54,11 @@ class Written:
         self._copies: dict[int, tuple[Tensor, Argument | Tensor | None]] = {}
         # of buffers that the call did not write
         self._digests: dict[int, Tensor | None] = {}
-        for one in members:
-            if one.is_buffer:
-                self._copy(one.tensor, one.tensor.nbytes <= _SMALL or _writes(type(one.module)))
+        for member in members:
+            if member.is_buffer:
+                self._copy(
+                    member.tensor, member.tensor.nbytes <= _SMALL or _writes(type(member.module))
+                )
         for tensor, _ in others:
             self._copy(tensor, tensor.is_leaf and tensor.nbytes <= _SMALL)
 
