@@ -47,7 +47,9 @@ class _Functions:
     """Functions that are regions while a checkpoint runs that asks for them."""
 
     def __init__(self, find: Callable[[], Iterator[_Place]]):
-        self._find, self._num_running, self._undo = find, 0, ExitStack()
+        self._find = find
+        self._num_running = 0
+        self._undo = ExitStack()
 
     @contextmanager
     def regions(self) -> Iterator[None]:
@@ -86,7 +88,8 @@ def _cast(x: Any) -> Any:
 
 def _attention() -> Iterator[_Place]:
     name = "scaled_dot_product_attention"
-    fn, run = _TORCH[name], region(_TORCH[name], NAME)
+    fn = _TORCH[name]
+    run = region(_TORCH[name], NAME)
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         return run(*map(_cast, args), **{key: _cast(x) for key, x in kwargs.items()})
@@ -105,8 +108,8 @@ def _attention() -> Iterator[_Place]:
 def _flash(module: Any) -> tuple[_Place, ...]:
     """Return the Functions of a module of flash_attn, which models import the functions of."""
     kinds = [(name, x) for name, x in vars(module).items() if isinstance(x, type)]
-    found = [(n, x) for n, x in kinds if issubclass(x, torch.autograd.Function)]
-    return tuple((vars(module), n, _as_region(x, NAME)) for n, x in found)
+    functions = [(n, x) for n, x in kinds if issubclass(x, torch.autograd.Function)]
+    return tuple((vars(module), n, _as_region(x, NAME)) for n, x in functions)
 
 
 def _scans() -> Iterator[_Place]:

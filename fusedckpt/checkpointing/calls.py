@@ -7,50 +7,46 @@ for the arguments.
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import partial, update_wrapper
+from contextlib import AbstractContextManager
+from functools import update_wrapper
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.checkpointing.determinism import WatchedRun
+from fusedckpt.checkpointing.surroundings import Surroundings
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-# of scaled_dot_product_attention: whether each is enabled, and its name
-_KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
-_CPU = torch.device("cpu")
-_CPU_GENERATOR = torch.default_generator.get_state, torch.default_generator.set_state
-_PYTHON_GENERATORS = [
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-]
-
-
 class Options(NamedTuple):
-    """The options of `checkpoint`, which says what each is."""
+    """The options of `checkpoint`, whose documentation explains them."""
 
+    # whether the recompute gets the random numbers of the forward, torch's and Python's
     preserve_rng_state: bool = True
     preserve_python_rng: bool = False
+    # "default" or "none"
     determinism_check: str = "default"
+    # whether the recompute ends with the last tensor that backward needs
     early_stop: bool = True
+    # whether the recompute is compared with the forward bit by bit
     debug: bool = False
+    # returns the contexts of the forward and of the recompute
     context_fn: Callable[[], Contexts] = noop_context_fn
+    # patterns of the names of regions that the recompute does not run
     save_regions: tuple[str, ...] = ()
     # whether the recompute compares samples of saved tensors with the forward's
     samples: bool = False
+    # of a selective context_fn: whether tensors that it saves go through hooks around
     respect_saved_tensors_hooks: bool | None = None
+    # whether inputs wait for backward in host memory
     offload: bool = False
 
 
@@ -62,7 +58,8 @@ class Argument:
     """
 
     def __init__(self, tensor: Tensor):
-        self.dtype, self.storage = tensor.dtype, storage_of(tensor)
+        self.dtype = tensor.dtype
+        self.storage = storage_of(tensor)
         self.layout = layout_of(tensor) if self.storage else None
         # autograd refuses to save an inference tensor
         is_inference = tensor.is_inference()
@@ -80,9 +77,11 @@ class LateArgument(Argument):
     """
 
     def __init__(self, tensor: Tensor):
-        self.dtype, self.storage = tensor.dtype, storage_of(tensor)
+        self.dtype = tensor.dtype
+        self.storage = storage_of(tensor)
         self.layout = layout_of(tensor) if self.storage else None
-        self._saved, self._problem = tensor, ""
+        self._saved = tensor
+        self._problem = ""
         # inference tensors have none
         self._version = None if tensor.is_inference() else tensor._version
 
@@ -132,99 +131,6 @@ class Saved(NamedTuple):
     leaves: Sequence[TensorWeakRef]
 
 
-class Surroundings:
-    """The state of now, on the CPU and on the devices of the tensors among `objects`."""
-
-    def __init__(self, objects: list[Any], rng: bool, python_rng: bool):
-        devices, generators = set(), []
-        for x in objects:
-            if isinstance(x, Tensor) and x.device.type != "cpu":
-                devices.add(x.device)
-            elif isinstance(x, torch.Generator):
-                generators.append((x.get_state, x.set_state))
-        if not devices and torch.cuda.is_initialized():
-            # the function may move them there
-            devices.add(torch.device("cuda", torch.cuda.current_device()))
-        self._generators = []
-        if rng:
-            self._generators = [_CPU_GENERATOR, *generators]
-            for device in devices:
-                self._generators += _generator_of(device)
-        if python_rng:
-            self._generators += _PYTHON_GENERATORS
-        self._states = self.states()
-        self._kinds = ["cpu"]
-        for device in devices:
-            if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
-                self._kinds.append(device.type)
-        self._settings = _settings_of(self._kinds)
-
-    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return the states of the generators now, each with a function that restores it."""
-        return [(write, read()) for read, write in self._generators]
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Bring that state back, and afterwards the state from before."""
-        with ExitStack() as stack:
-            if private.are_transforms_active():
-                # a batched backward: the forward was not in its vmap, random ops refuse it
-                stack.enter_context(private.outside_vmap())
-            # and that of is_grads_batched, which no stack tells of
-            stack.enter_context(private.outside_legacy_vmap())
-            present = self.states()
-            try:
-                for write, state in self._states:
-                    write(state)
-                if (now := _settings_of(self._kinds)) != self._settings:
-                    for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
-                        if setting != other:
-                            stack.enter_context(enter(*setting))
-                yield
-            finally:
-                for write, state in present:
-                    write(state)
-                for _, (_, _, is_enabled, _) in self._settings[2:]:
-                    # else casts of weights live on, where autocast is still on in backward
-                    if is_enabled:
-                        torch.clear_autocast_cache()
-
-
-def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """Return settings, each with a context that sets it.
-
-    They are the default device, the kernels of attention, and autocast of kinds of devices.
-    """
-    # torch.get_default_device takes some microseconds to find that there is none
-    device = torch.get_default_device() if private.num_function_modes() else _CPU
-    kernels = []
-    for is_enabled, kernel in _KERNELS:
-        if is_enabled():
-            kernels.append(kernel)
-    settings: list[Any] = [(torch.device, (device,)), (sdpa_kernel, (kernels,))]
-    for kind in kinds:
-        dtype, is_enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        settings.append(
-            (torch.autocast, (kind, dtype, is_enabled, torch.is_autocast_cache_enabled()))
-        )
-    return settings
-
-
-def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return a reader and a writer of the state of a device's random number generator, if any."""
-    if device.type == "meta":
-        return []
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "checkpoint: the state of a random number generator cannot be read while a CUDA graph "
-            "is captured: pass preserve_rng_state=False"
-        )
-    module = torch.get_device_module(device.type)
-    # the one MPS device goes unnamed
-    where = {} if device.type == "mps" else {"device": device}
-    return [(partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))]
-
-
 # data, of which a container may hold very much
 ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
@@ -244,9 +150,11 @@ class Call:
     """A call of a segment, to be made again with the same objects in the same surroundings."""
 
     def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Any = Argument):
-        self.fn, self._names = fn, tuple(kwargs)
+        self.fn = fn
+        self._names = tuple(kwargs)
         self.held: list[Any] = []
-        objects, inner = [], []
+        objects = []
+        inner = []
         # a tensor that is passed several times is one again, also through hooks
         arguments: dict[int, Argument] = {}
         for value in (*args, *kwargs.values()):
@@ -267,7 +175,8 @@ class Call:
 
     def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments; of tensors that earlier calls of one recompute left in `made`."""
-        values, tensors = [], dict[Argument, Tensor]()
+        values = []
+        tensors = dict[Argument, Tensor]()
         for held in self.held:
             if isinstance(held, Argument):
                 if held not in tensors:
@@ -278,7 +187,7 @@ class Call:
         return values[:count], dict(zip(self._names, values[count:], strict=True))
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Yield what is held of each argument, with its name or number."""
+        """Yield the arguments as they are held, with their names or numbers."""
         count = len(self.held) - len(self._names)
         names = [*(f"argument {i}" for i in range(count)), *self._names]
         return zip(names, self.held, strict=True)
@@ -293,7 +202,8 @@ class Checkpointed:
     def __init__(self, run: Callable[..., Any], function: Callable[..., Any]):
         if not callable(function):
             arguments.wrong_type("checkpoint", "function", "callable", function)
-        self._run, self._function = run, function
+        self._run = run
+        self._function = function
         # not its attributes, which may be changed later
         update_wrapper(self, function, updated=())
 
@@ -312,7 +222,8 @@ class Trace:
     """The record that a segment's forward leaves for its recompute."""
 
     def __init__(self, options: Options):
-        self.options, self.contexts = options, options.context_fn()
+        self.options = options
+        self.contexts = options.context_fn()
         if options.context_fn is not noop_context_fn:
             private.respect_hooks(self.contexts[0], options.respect_saved_tensors_hooks)
         # whether a recompute runs only when, and as far as, backward needs it
@@ -359,16 +270,19 @@ class Leaves:
     """
 
     def __init__(self) -> None:
-        self._is_found, self._since = False, private.num_nodes()
+        self._is_found = False
+        self._since = private.num_nodes()
 
     def of(self, tensor: Tensor) -> list[Tensor]:
         """Return the leaves of a tensor, by nodes that were made since the last."""
-        owner, found = leaf_of(tensor), list[Tensor]()
+        owner = leaf_of(tensor)
+        leaves = list[Tensor]()
         if owner is not None:
-            found = [owner]
+            leaves = [owner]
         elif self._is_found or tensor.grad_fn is None:
-            return found
-        nodes, seen = [] if found else [tensor.grad_fn], set[Any]()
+            return leaves
+        nodes = [] if leaves else [tensor.grad_fn]
+        seen = set[Any]()
         while nodes:
             node: Any = nodes.pop()
             if node in seen or private.number_of(node) < self._since:
@@ -376,9 +290,10 @@ class Leaves:
             seen.add(node)
             nodes += [after for after, _ in node.next_functions if after is not None]
             if not node.next_functions and hasattr(node, "variable"):
-                found.append(node.variable)
-        self._is_found, self._since = self._is_found or len(found) > 0, private.num_nodes()
-        return found
+                leaves.append(node.variable)
+        self._is_found = self._is_found or len(leaves) > 0
+        self._since = private.num_nodes()
+        return leaves
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:
@@ -386,9 +301,9 @@ def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def stale(what: str, tensor: Tensor) -> str:
-    """Say that something was written in place between forward and backward."""
+def stale(name: str, tensor: Tensor) -> str:
+    """Say that a tensor was written in place between forward and backward."""
     return (
-        f"checkpoint: {what} ({tensor.dtype} {list(tensor.shape)}) has been modified by an inplace "
+        f"checkpoint: {name} ({tensor.dtype} {list(tensor.shape)}) has been modified by an inplace "
         "operation between forward and backward, so that recomputing would give other values"
     )

@@ -101,9 +101,9 @@ class ChainedSegment(Segment):
                 self._outputs[_key_of(leaf)] = known
         return output
 
-    def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
+    def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
         # a tensor in a container is not the segment's own either
-        super()._mark(output, tuple(pytree.tree_leaves(given)))
+        super()._mark(output, tuple(pytree.tree_leaves(inputs)))
 
     def _hold(self, tensor: Tensor) -> Argument:
         known = self._outputs.get(_key_of(tensor))

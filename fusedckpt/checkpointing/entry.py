@@ -134,8 +134,8 @@ def checkpoint(
     if function is not None or args:
         return run_checkpoint(options, function, args, kwargs)
     if kwargs:
-        found = ", ".join(kwargs)
-        raise ValueError(f"checkpoint: expected a function, or its options alone, got {found}")
+        names = ", ".join(kwargs)
+        raise ValueError(f"checkpoint: expected a function, or its options alone, got {names}")
     return partial(Checkpointed, partial(run_checkpoint, options))
 
 
@@ -190,7 +190,8 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         return function(*args, **kwargs)
     # the objects that a partial holds are arguments like others
     while isinstance(function, partial):
-        args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+        args = (*function.args, *args)
+        kwargs = {**function.keywords, **kwargs}
         function = function.func
     options = options._replace(debug=debug, early_stop=early_stop)
     segment = Segment(options)

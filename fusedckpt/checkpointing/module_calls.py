@@ -44,7 +44,8 @@ class Buffers:
     def __init__(
         self, attributes: bool = False, is_constant: Callable[[Tensor], bool] | None = None
     ):
-        self._thread, self._attributes = threading.get_ident(), attributes
+        self._thread = threading.get_ident()
+        self._attributes = attributes
         self._is_constant = is_constant
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         self._copies: list[tuple[Any, str, Tensor | None, Tensor | None]] = []
@@ -63,13 +64,13 @@ class Buffers:
             or private.COMPILED_CHILD in module._modules
             or isinstance(module, torch.jit.ScriptModule)
         )
-        for one in module.modules() if runs_as_one else (module,):
-            if id(one) not in self._modules and one._buffers:
-                is_lazy = isinstance(one, LazyModuleMixin)
-                self._modules[id(one)] = one, {} if is_lazy else dict(vars(one))
+        for part in module.modules() if runs_as_one else (module,):
+            if id(part) not in self._modules and part._buffers:
+                is_lazy = isinstance(part, LazyModuleMixin)
+                self._modules[id(part)] = part, {} if is_lazy else dict(vars(part))
                 with private.unseen():
-                    for name, buffer in one._buffers.items():
-                        self._copies.append((one._buffers, name, buffer, self._copy(buffer)))
+                    for name, buffer in part._buffers.items():
+                        self._copies.append((part._buffers, name, buffer, self._copy(buffer)))
 
     def _copy(self, buffer: Tensor | None) -> Tensor | None:
         if buffer is None or type(buffer) is not Tensor or buffer.is_inference():

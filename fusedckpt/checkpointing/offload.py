@@ -53,7 +53,8 @@ class OffloadedTensor:
     """The whole storage of a tensor, in one dimension: on the device, on the host, or on both."""
 
     def __init__(self, tensor: Tensor):
-        self.key, self.dtype = storage_of(tensor), tensor.dtype
+        self.key = storage_of(tensor)
+        self.dtype = tensor.dtype
         self.on_device: Tensor | None = _whole(tensor)
         self.on_host: Tensor | None = None
         # whether something else keeps it on the device
@@ -62,7 +63,8 @@ class OffloadedTensor:
         # so that no other storage gets this key
         self._storage = StorageWeakRef(tensor.untyped_storage())
         # has the version counter of the tensor, and none of its memory
-        self.shadow, self.version = tensor.detach(), tensor._version
+        self.shadow = tensor.detach()
+        self.version = tensor._version
         self.shadow.data = tensor.new_empty(0)
 
     def take(self, tensor: Tensor) -> None:
@@ -91,7 +93,8 @@ class CopyStream:
     """The copies of one device, in order, on a stream beside those that compute."""
 
     def __init__(self, device: torch.device):
-        self.device, self.memory = device, host_memory
+        self.device = device
+        self.memory = host_memory
         self._stream = self.new_stream()
         self.lock = threading.RLock()
         # by storage
@@ -216,7 +219,8 @@ class OffloadedInputs:
         copies = self._copies or copy_stream(tensor.device)
         with copies.lock:
             if self._copies is None:
-                self._copies, self._stream = copies, copies.computing()
+                self._copies = copies
+                self._stream = copies.computing()
                 self._next = copies.kept[-1] if copies.kept else None
             storage = self._storage_of(copies, tensor)
             if storage is None:
@@ -244,17 +248,20 @@ class OffloadedInputs:
 
     def segment_ran(self) -> None:
         """Let the inputs of earlier segments leave, once a call of this one's segment has run."""
-        copies, count = self._copies, len(self._tensors)
+        copies = self._copies
+        count = len(self._tensors)
         if copies is None or count == self._num_ready:
             return
-        is_new, self._num_ready = not self._num_ready, count
+        is_new = not self._num_ready
+        self._num_ready = count
         self._ready = self._stream.record_event()
         if is_new:
             copies.push(self)
 
     def _unpack(self, place: _Place) -> Tensor:
         """Return a saved tensor, and start to bring back the inputs that backward needs next."""
-        storage, copies = place.storage, self._copies
+        storage = place.storage
+        copies = self._copies
         assert copies is not None
         if storage.shadow._version != storage.version:
             raise RuntimeError(stale("an argument", storage.shadow))
@@ -274,7 +281,8 @@ class OffloadedInputs:
 
     def leave(self) -> None:
         """Start the copies to the host."""
-        copies, pairs = self._copies, []
+        copies = self._copies
+        pairs = []
         assert copies is not None
         for storage in self._tensors:
             if storage.on_device is not None and storage.on_host is None and not storage.stays:
@@ -294,7 +302,8 @@ class OffloadedInputs:
 
     def fetch(self) -> None:
         """Start the copies from the host of tensors that the device has not."""
-        copies, pairs = self._copies, []
+        copies = self._copies
+        pairs = []
         assert copies is not None
         for storage in self._tensors:
             if storage.on_device is not None:

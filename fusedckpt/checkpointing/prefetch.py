@@ -58,17 +58,17 @@ def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
     if torch.compiler.is_compiling() or is_recomputing():
         return 0
     tensors = [x for x in pytree.tree_leaves(outputs) if isinstance(x, Tensor)]
-    found = 0
+    count = 0
     seen: set[Segment] = set()
     # a recompute makes tensors to save, as a backward does
     with torch.inference_mode(False):
         for segment in _in_order([x.grad_fn for x in tensors if x.grad_fn is not None]):
             if segment not in seen and segment.prefetch():
-                found += 1
+                count += 1
             seen.add(segment)
-            if found == segments:
+            if count == segments:
                 break
-    return found
+    return count
 
 
 def _in_order(nodes: list[Any]) -> Any:

@@ -31,7 +31,7 @@ from fusedckpt.checkpointing.stateful import advice_for
 
 
 class Stop(BaseException):
-    """Ends a recompute that has brought back all that backward needs."""
+    """Ends a recompute that has brought back the tensors that backward needs."""
 
 
 _NO_SLOT = None, None
@@ -81,13 +81,15 @@ def _places_of(segment: Trace) -> _Places:
     Raises:
         RuntimeError: a parameter was written in place since the forward.
     """
-    wanted, leaves = dict[int, bool](), list[tuple[Packed, TensorWeakRef]]()
+    wanted = dict[int, bool]()
+    leaves = list[tuple[Packed, TensorWeakRef]]()
     last = last_compared = -1
     for saved in segment.saved:
         packed = saved.packed()
         if packed is None:
             continue
-        source, last = packed.source, packed.index
+        source = packed.source
+        last = packed.index
         is_dropped = source is None
         if isinstance(source, TensorWeakRef):
             leaf = source()
@@ -115,8 +117,11 @@ class Recompute(Keeper):
     levels = "inputs", "preact"
 
     def __init__(self, segment: Trace, keeps: bool):
-        self._segment, self._keeps, self._stops = segment, keeps, segment.stops
-        self.records, self._met = list[Record](), iter(segment.records)
+        self._segment = segment
+        self._keeps = keeps
+        self._stops = segment.stops
+        self.records = list[Record]()
+        self._met = iter(segment.records)
         self._names = {record.name for record in segment.records}
         # a checkpoint around may have asked for them
         self.patterns = segment.options.save_regions or tuple(self._names)
@@ -148,7 +153,9 @@ class Recompute(Keeper):
             for held in call.held:
                 if type(held) is Argument:
                     held.tensor()
-        self.values, self.extras, self.pairs = ahead.values, ahead.extras, ahead.pairs
+        self.values = ahead.values
+        self.extras = ahead.extras
+        self.pairs = ahead.pairs
         del self._segment, self._leaves_saved, self._lent, self.records, self._met
 
     def run(self) -> None:
@@ -226,10 +233,14 @@ class Recompute(Keeper):
 
     def _check(self, segment: Trace, run: WatchedRun | None) -> None:
         """Raise where the recompute did not do the same as the forward."""
-        problems, count, found = self._problems, len(segment.saved), self._num_saved
-        if found <= self._last or (segment.is_complete and not self._stops and found < count):
+        problems = self._problems
+        count = len(segment.saved)
+        num_saved = self._num_saved
+        if num_saved <= self._last or (
+            segment.is_complete and not self._stops and num_saved < count
+        ):
             different = "A different number of tensors was saved during the original forward and"
-            problems.insert(0, f"{different} recomputation: {count} and {found}")
+            problems.insert(0, f"{different} recomputation: {count} and {num_saved}")
         if run is not None and segment.is_complete and run.difference is not None:
             problems.insert(0, run.difference)
         if problems:
@@ -242,7 +253,8 @@ class Recompute(Keeper):
     @uncompiled
     def pack(self, tensor: Tensor) -> _Lent:
         """Bring back the tensor that the forward saved at this place."""
-        index, segment = self._num_saved, self._segment
+        index = self._num_saved
+        segment = self._segment
         if index > self._last and self._stops:
             self._stop()
         self._num_saved += 1
@@ -299,7 +311,8 @@ class Recompute(Keeper):
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         """Note where a tensor is not the forward's, or is computed from other leaves."""
-        saved, leaves = self._segment.saved[index], self._leaves.of(tensor)
+        saved = self._segment.saved[index]
+        leaves = self._leaves.of(tensor)
         if index not in self._wanted:
             return
         now = tensor.shape, tensor.dtype, tensor.device
@@ -322,10 +335,12 @@ class Recompute(Keeper):
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
             return isinstance(calls.leaf_of(tensor), nn.Parameter)
         # a leaf that is loaded for each forward anew is gone
-        before, packed = [leaf() for leaf in saved.leaves], saved.packed()
+        before = [leaf() for leaf in saved.leaves]
+        packed = saved.packed()
         if not now and packed is not None and isinstance(packed.source, TensorWeakRef):
             # a leaf then, computed now
-            before, now = [leaf if leaf is None else packed.of(leaf) for leaf in before], [tensor]
+            before = [leaf if leaf is None else packed.of(leaf) for leaf in before]
+            now = [tensor]
         if len(before) != len(now):
             return False
         pairs = zip(before, now, strict=True)

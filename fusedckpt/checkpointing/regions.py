@@ -61,7 +61,8 @@ class Derived(NamedTuple):
         x = inputs[self.number]
         if self.layout is None:
             return x
-        x, (size, stride, offset) = x.detach(), self.layout
+        x = x.detach()
+        size, stride, offset = self.layout
         if x.stride() != self.stride:
             # hooks gave an argument another layout
             x = x.new_empty_strided(x.size(), self.stride).copy_(x)
@@ -69,17 +70,17 @@ class Derived(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One call of a region in a forward.
-
-    derived: for each tensor saved inside, how a recompute derives it; None for a tensor that stays
-    saved. outputs: the result's leaves, tensors as Arguments, and whether each requires grad; None
-    where a recompute runs the region again. states: of generators, each with its setter.
-    """
+    """One call of a region in a forward."""
 
     name: str
+    # for each tensor saved inside, how a recompute derives it; None for a tensor that stays saved
     derived: Sequence[Derived | None] = ()
+    # leaves of the result, tensors as Arguments, and whether each requires grad; None where a
+    # recompute runs the region again
     outputs: Sequence[tuple[Any, bool]] | None = None
+    # how the leaves make the result
     spec: Any = None
+    # the states of random number generators behind the call, each with its setter
     states: Sequence[tuple[Callable[[Any], Any], Any]] = ()
 
 
@@ -92,7 +93,7 @@ class Keeper(Phase):
     refuses = False
     # whether a region that it saves was called
     has_matched = False
-    # what a debugging checkpoint compares by
+    # the record of the forward, in a debugging checkpoint
     watch: WatchedRun | None = None
     # the phase around it, while it runs
     around: Phase | None = None
@@ -147,7 +148,8 @@ class _First(_Inside):
 
     def __init__(self, keeper: Keeper, inputs: Sequence[Tensor]):
         super().__init__(keeper)
-        self._inputs, self._before = inputs, versions_of(*inputs)
+        self._inputs = inputs
+        self._before = versions_of(*inputs)
         self._held: list[tuple[Packed, Tensor, int]] = []
         self._derived: list[Derived | None] = []
         self._places: list[int] = []
@@ -183,7 +185,8 @@ class _First(_Inside):
         hold = LateArgument if is_late else outermost.hold
         with phases.outside_hooks_of(outermost):
             for packed, tensor, _ in self._held:
-                packed.source, packed.layout = outermost.hold(tensor), None
+                packed.source = outermost.hold(tensor)
+                packed.layout = None
             kept = [hold(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
         for keeper in keepers:
             if keeper.late is not None:
@@ -195,11 +198,13 @@ class _First(_Inside):
 
     def end(self) -> None:
         """Free the inputs: autograd keeps a pack hook, and so this, as long as the saved tensor."""
-        self._inputs, self._held = (), []
+        self._inputs = ()
+        self._held = []
 
 
 def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
-    key, layout = storage_of(tensor), layout_of(tensor)
+    key = storage_of(tensor)
+    layout = layout_of(tensor)
     for number, x in enumerate(inputs if key else ()):
         if storage_of(x) != key or x.dtype != tensor.dtype:
             continue
@@ -217,12 +222,12 @@ def _extent(x: Tensor) -> int:
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
     """Return the patterns that a checkpoint was given."""
-    is_one = isinstance(save_regions, str) or not isinstance(save_regions, Iterable)
-    found: Any = (save_regions,) if is_one else tuple(save_regions)
-    for pattern in found:
+    is_pattern = isinstance(save_regions, str) or not isinstance(save_regions, Iterable)
+    patterns: Any = (save_regions,) if is_pattern else tuple(save_regions)
+    for pattern in patterns:
         if not isinstance(pattern, str):
             arguments.wrong_type("checkpoint", "save_regions", "strings", pattern)
-    return found
+    return patterns
 
 
 def warn_of_no_region(function: Any, patterns: Collection[str]) -> None:
@@ -307,7 +312,8 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
 def _call_in(keepers: list[Keeper], fn: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a region in the phases that ask for it."""
     inputs = [x for x in objects_in([*args, *kwargs.values()]) if isinstance(x, Tensor)]
-    call, top = partial(fn, *args, **kwargs), keepers[0]
+    call = partial(fn, *args, **kwargs)
+    top = keepers[0]
     met = [record for keeper in keepers if (record := keeper.meet(name)) is not None]
     if not met:
         return _run(call, name, keepers, _First(top, inputs))
@@ -327,15 +333,18 @@ _call.is_region = True  # type: ignore[attr-defined]
 
 def _keepers(name: str) -> list[Keeper]:
     """Return the phases of checkpoints around, up to the outermost that asks for a region."""
-    found, count, phase = list[Keeper](), 0, phases.current()
+    keepers = list[Keeper]()
+    count = 0
+    phase = phases.current()
     if phase is not None and phase.levels is not None and not isinstance(phase, Keeper):
         warnings.warn(_STOCK, stacklevel=4)
     while isinstance(phase, Keeper) and not phase.refuses:
-        found.append(phase)
+        keepers.append(phase)
         if phase.asks(name):
-            phase.has_matched, count = True, len(found)
+            phase.has_matched = True
+            count = len(keepers)
         phase = phase.around
-    return found[:count]
+    return keepers[:count]
 
 
 def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _First) -> Any:
@@ -361,8 +370,8 @@ def _result(record: Record, inputs: Sequence[Tensor]) -> Any:
     leaves = [x.tensor() if isinstance(x, Argument) else x for x, _ in outputs]
     needed = [i for i, (_, needs_grad) in enumerate(outputs) if needs_grad]
     if needed:
-        given = inputs if any(x.requires_grad for x in inputs) else [_ANCHOR]
-        made = _Skipped.apply(record.name, [leaves[i] for i in needed], *given)
+        anchors = inputs if any(x.requires_grad for x in inputs) else [_ANCHOR]
+        made = _Skipped.apply(record.name, [leaves[i] for i in needed], *anchors)
         for i, x in zip(needed, made, strict=True):
             leaves[i] = x
     for write, state in record.states:

@@ -77,9 +77,9 @@ def may_change(hooks: Hooks | None) -> bool:
 
 def name_of(fn: Any) -> str:
     """Return the name of a checkpointed function for errors; a callable object may say its own."""
-    own = getattr(fn, "name_in_errors", None)
-    if isinstance(own, str):
-        return own
+    name = getattr(fn, "name_in_errors", None)
+    if isinstance(name, str):
+        return name
     module = getattr(fn, "__self__", fn)
     return f"checkpoint: {getattr(fn, '__qualname__', type(module).__name__)}"
 
@@ -222,7 +222,8 @@ def _are_same(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
     slack = eps / 2 if eps > 1e-4 else 128 * eps
     # MPS has no float64
     wide = torch.float32 if before.device.type == "mps" else torch.float64
-    before, now = before.to(wide), now.to(wide)
+    before = before.to(wide)
+    now = now.to(wide)
     # of infinite and undefined values neither is below the other
     error = (before - now).abs().where(~is_equal, 0).sum(1)
     return error <= slack * before.abs().nan_to_num(posinf=0.0).sum(1)

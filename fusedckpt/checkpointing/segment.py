@@ -61,14 +61,17 @@ class Segment(Trace, Keeper):
         self._recomputes: dict[int, Recompute] = {}
         # one that came before its backward
         self._ahead: Recompute | None = None
-        self.patterns, of_ops = self.options.save_regions, self.options.context_fn
+        self.patterns = self.options.save_regions
+        of_ops = self.options.context_fn
         # a context may count all ops, or save some
         self.refuses = of_ops is not stock.noop_context_fn
         self.offloaded = OffloadedInputs() if options.offload else None
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call for the first time, dropping the tensors that autograd saves."""
-        self.is_complete, self.around = False, (around := phases.current())
+        self.is_complete = False
+        around = phases.current()
+        self.around = around
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watch = run = WatchedRun(call.fn) if self.options.debug else None
@@ -93,7 +96,8 @@ class Segment(Trace, Keeper):
                 output = call.fn(*args, **kwargs)
                 self.is_complete = True
         finally:
-            self._arguments, self.around = {}, None
+            self._arguments = {}
+            self.around = None
         if not self.is_complete:
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
@@ -124,7 +128,8 @@ class Segment(Trace, Keeper):
         return argument
 
     def _save_late(self) -> None:
-        late, self.late = self.late or (), None
+        late = self.late or ()
+        self.late = None
         for argument, outermost in late:
             with phases.outside_hooks_of(outermost or self):
                 argument.save()
@@ -133,12 +138,14 @@ class Segment(Trace, Keeper):
         """Keep saved tensors, as without a checkpoint; a tensor written since still raises."""
         for packed, tensor, version in held:
             if tensor._version == version:
-                packed.source, packed.layout = Argument(tensor), None
-        self.stops, self.held = True, None
+                packed.source = Argument(tensor)
+                packed.layout = None
+        self.stops = True
+        self.held = None
 
-    def _mark(self, output: Any, given: tuple[Any, ...]) -> None:
+    def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
         """Mark an output's nodes as the segment's own, but not those of tensors it was given."""
-        known = {*map(id, given)}
+        known = {*map(id, inputs)}
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None and id(leaf) not in known:
@@ -156,14 +163,18 @@ class Segment(Trace, Keeper):
             self._save_late()
         self.late = None
         packed = Packed()
-        packed.index, packed.source, packed.layout = len(self.saved), None, None
-        leaves, owner = self._leaves.of(tensor), calls.leaf_of(tensor)
+        packed.index = len(self.saved)
+        packed.source = None
+        packed.layout = None
+        leaves = self._leaves.of(tensor)
+        owner = calls.leaf_of(tensor)
         if owner is not None:
             # how a view of another kind of tensor is made again is for a recompute to know
             if tensor is owner or (
                 tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
             ):
-                packed.source, packed.version = TensorWeakRef(owner), owner._version
+                packed.source = TensorWeakRef(owner)
+                packed.version = owner._version
                 packed.layout = None if tensor is owner else layout_of(tensor)
         elif self._arguments:
             argument = self._arguments.get(calls.storage_of(tensor))
@@ -208,7 +219,8 @@ class Segment(Trace, Keeper):
         return self.calls[-1].surroundings.states()
 
     def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
-        recompute, ahead = Recompute(self, keeps), self._ahead
+        recompute = Recompute(self, keeps)
+        ahead = self._ahead
         if ahead is None or keeps or backward == -1:
             recompute.run()
         else:
@@ -252,7 +264,8 @@ class Segment(Trace, Keeper):
 
 def _recall(of: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
     """Return the GEMM outputs that the recompute left in a slot."""
-    segment, backward = of(), backward_id()
+    segment = of()
+    backward = backward_id()
     if segment is None:
         return extras
     recompute = segment._recomputes.get(backward)

@@ -22,10 +22,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.private import disable_current_modes, pytree
-from fusedckpt.checkpointing.calls import Surroundings, storage_of
+from fusedckpt.checkpointing.calls import storage_of
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.module_calls import Buffers
 from fusedckpt.checkpointing.segment import Segment, is_plain_call
+from fusedckpt.checkpointing.surroundings import Surroundings
 from fusedckpt.memory import saved_tensors, storages_of
 
 
@@ -110,10 +111,10 @@ def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], i
             with within():
                 input = _chain(parts[start:stop], input)
             continue
-        own = options if within is None else {**options, "offload": True}
+        segment_options = options if within is None else {**options, "offload": True}
         while start < stop:
             stretch = _Stretch(parts[start:stop])
-            input = _checkpointed(own, input, stretch)
+            input = _checkpointed(segment_options, input, stretch)
             start += stretch.count
     return input
 
@@ -138,7 +139,8 @@ class _Stretch:
     """
 
     def __init__(self, functions: Sequence[Any]):
-        self.functions, self.count = functions, len(functions)
+        self.functions = functions
+        self.count = len(functions)
 
     def __call__(self, input: Any) -> Any:
         segment = None if is_plain_call() else phases.current()
@@ -148,7 +150,8 @@ class _Stretch:
         given = [x for x in pytree.tree_leaves(input) if isinstance(x, Tensor)]
         # a tensor that needs no gradient may go through the whole chain, as masks do
         followed = {storage_of(x) for x in given if x.requires_grad} or {*map(storage_of, given)}
-        before, segment.held = versions_of(*given), []
+        before = versions_of(*given)
+        segment.held = []
         for number, function in enumerate(self.functions, 1):
             input = function(input)
             if segment.held is None:
@@ -213,7 +216,8 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
     parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
     sizes = ChainSizes([], [], [sum(_storages(input).values())])
     # bytes that the function before saved of its output; where the memory of the input comes from
-    saved_before, origin = 0, 0
+    saved_before = 0
+    origin = 0
     random_states = Surroundings([*_tensors(input), *parameters], rng=True, python_rng=True)
     with random_states.restored(), Buffers(attributes=True), disable_current_modes():
         for i, function in enumerate(functions):
@@ -221,7 +225,8 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
             versions = [tensor._version for tensor in _tensors(given)]
             with saved_tensors() as saved:
                 input = function(given)
-            before, after = _storages(given), _storages(input)
+            before = _storages(given)
+            after = _storages(input)
             kept = {s: nbytes for s, nbytes in (before | after).items() if saved.holds(s)}
             returned = sum(kept[s] for s in kept.keys() & after.keys())
             sizes.inputs.append(max(saved_before, sum(kept.values()) - returned))
@@ -229,7 +234,8 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
             sizes.handed.append(sum(after.values()))
             if versions != [tensor._version for tensor in _tensors(given)]:
                 sizes.handed[origin : i + 1] = [math.inf] * (i + 1 - origin)
-            saved_before, origin = returned, origin if before.keys() & after.keys() else i + 1
+            saved_before = returned
+            origin = origin if before.keys() & after.keys() else i + 1
     sizes.own[-1] += saved_before
     return sizes
 
@@ -274,13 +280,17 @@ def least_starts(sizes: ChainSizes) -> list[int]:
     """Return the starts with the least sum of the bytes handed on and the largest segment."""
     # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
     ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
-    begins, handed = ends[:-1] + sizes.inputs, np.array([0, *sizes.handed[1:-1]], float)
-    least, best, limit = math.inf, [0], math.inf
+    begins = ends[:-1] + sizes.inputs
+    handed = np.array([0, *sizes.handed[1:-1]], float)
+    least = math.inf
+    best = [0]
+    limit = math.inf
     while starts := _cheapest(begins, ends, handed, limit):
         kept = handed[starts].sum()
         largest = max(ends[b] - begins[a] for a, b in pairwise([*starts, len(begins)]))
         if kept + largest < least:
-            least, best = kept + largest, starts
+            least = kept + largest
+            best = starts
         # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
         limit = min(largest, least - kept)
         limit -= max(1, limit // 100)
@@ -293,7 +303,8 @@ RULES: dict[str, Rule] = {"sqrt": least_starts, "recursive": possible_starts}
 
 def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
     """Return starts of segments within the limit that hand on the least; none if none can be."""
-    costs, starts = np.zeros(len(ends)), [[]]
+    costs = np.zeros(len(ends))
+    starts = [[]]
     for stop in range(1, len(ends)):
         fits = ends[stop] - begins[:stop] <= limit
         totals = np.where(fits, costs[:stop] + handed[:stop], math.inf)

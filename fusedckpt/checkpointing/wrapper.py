@@ -55,7 +55,8 @@ class CheckpointedForward:
     def __init__(self, module: nn.Module, own: Any, options: dict[str, Any]):
         # as a bound method has it; in a deep copy of the module it is the copy
         self.__self__ = module
-        self.own, self.options = own, options
+        self.own = own
+        self.options = options
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

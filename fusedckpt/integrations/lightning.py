@@ -42,9 +42,13 @@ class FuseCallback(Callback):
         log: Callable[[Any], Any] = print,
         **options: Any,
     ):
-        self.module, self.plan, self.report, self.loss = module, plan, report, loss
+        self.module = module
+        self.plan = plan
+        self.report = report
+        self.loss = loss
         # Lightning sets a `log` of its own
-        self.tell, self.options = log, options
+        self.tell = log
+        self.options = options
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Fuse: the event before the strategy wraps the module."""

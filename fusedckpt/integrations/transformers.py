@@ -67,8 +67,12 @@ class FuseCallback(TrainerCallback):
         log: Callable[[Any], Any] = print,
         **options: Any,
     ):
-        self.checkpoint, self.plan, self.report = checkpoint, plan, report
-        self.log, self.options, self.save_regions = log, options, patterns_of(save_regions)
+        self.checkpoint = checkpoint
+        self.plan = plan
+        self.report = report
+        self.log = log
+        self.options = options
+        self.save_regions = patterns_of(save_regions)
         self._has_warned = False
 
     def on_init_end(
@@ -248,7 +252,8 @@ def _as_checkpoint(function: Any) -> partial[Any]:
     """Return a function that checkpoints as a partial of torch's checkpoint, or of ours."""
     if getattr(function, "func", None) in (stock.checkpoint, checkpoint):
         return function
-    kind, keywords = _calls_checkpoint(function), {}
+    kind = _calls_checkpoint(function)
+    keywords = {}
     if not kind and isinstance(function, partial) and function.keywords.keys() <= OPTIONS:
         # torch's checkpoint may get its options by the function
         keywords = function.keywords
@@ -264,7 +269,8 @@ class _Probe(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, ...]] = []
-        self._hooks, self._modes = private.top_hooks(), _modes()
+        self._hooks = private.top_hooks()
+        self._modes = _modes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Note a call, and return its first argument."""
@@ -284,7 +290,8 @@ def _calls_checkpoint(function: Any) -> str:
     "offload" where save_on_cpu is around, "" for another function. The function is called with a
     module that looks around. Models of diffusers have such a function.
     """
-    probe, args = _Probe(), tuple(torch.zeros(1, requires_grad=True) for _ in range(2))
+    probe = _Probe()
+    args = tuple(torch.zeros(1, requires_grad=True) for _ in range(2))
     try:
         with torch.enable_grad():
             y = function(probe, *args)

@@ -1,0 +1,120 @@
+"""The state around a call of a segment: random numbers, autocast, the default device, kernels."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from fusedckpt.autograd import private
+
+# of scaled_dot_product_attention: whether each is enabled, and its name
+_KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
+_CPU = torch.device("cpu")
+_CPU_GENERATOR = torch.default_generator.get_state, torch.default_generator.set_state
+_PYTHON_GENERATORS = [
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+]
+
+
+class Surroundings:
+    """The state of now, on the CPU and on the devices of the tensors among `objects`."""
+
+    def __init__(self, objects: list[Any], rng: bool, python_rng: bool):
+        devices = set()
+        generators = []
+        for x in objects:
+            if isinstance(x, Tensor) and x.device.type != "cpu":
+                devices.add(x.device)
+            elif isinstance(x, torch.Generator):
+                generators.append((x.get_state, x.set_state))
+        if not devices and torch.cuda.is_initialized():
+            # the function may move them there
+            devices.add(torch.device("cuda", torch.cuda.current_device()))
+        self._generators = []
+        if rng:
+            self._generators = [_CPU_GENERATOR, *generators]
+            for device in devices:
+                self._generators += _generator_of(device)
+        if python_rng:
+            self._generators += _PYTHON_GENERATORS
+        self._states = self.states()
+        self._kinds = ["cpu"]
+        for device in devices:
+            if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
+                self._kinds.append(device.type)
+        self._settings = _settings_of(self._kinds)
+
+    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
+        """Return the states of the generators now, each with a function that restores it."""
+        return [(write, read()) for read, write in self._generators]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Bring that state back, and afterwards the state from before."""
+        with ExitStack() as stack:
+            if private.are_transforms_active():
+                # a batched backward: the forward was not in its vmap, random ops refuse it
+                stack.enter_context(private.outside_vmap())
+            # and that of is_grads_batched, which no stack tells of
+            stack.enter_context(private.outside_legacy_vmap())
+            present = self.states()
+            try:
+                for write, state in self._states:
+                    write(state)
+                if (now := _settings_of(self._kinds)) != self._settings:
+                    for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
+                        if setting != other:
+                            stack.enter_context(enter(*setting))
+                yield
+            finally:
+                for write, state in present:
+                    write(state)
+                for _, (_, _, is_enabled, _) in self._settings[2:]:
+                    # else casts of weights live on, where autocast is still on in backward
+                    if is_enabled:
+                        torch.clear_autocast_cache()
+
+
+def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Return settings, each with a context that sets it.
+
+    They are the default device, the kernels of attention, and autocast of kinds of devices.
+    """
+    # torch.get_default_device takes some microseconds to find that there is none
+    device = torch.get_default_device() if private.num_function_modes() else _CPU
+    kernels = []
+    for is_enabled, kernel in _KERNELS:
+        if is_enabled():
+            kernels.append(kernel)
+    settings: list[Any] = [(torch.device, (device,)), (sdpa_kernel, (kernels,))]
+    for kind in kinds:
+        dtype = torch.get_autocast_dtype(kind)
+        is_enabled = torch.is_autocast_enabled(kind)
+        settings.append(
+            (torch.autocast, (kind, dtype, is_enabled, torch.is_autocast_cache_enabled()))
+        )
+    return settings
+
+
+def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
+    """Return a reader and a writer of the state of a device's random number generator, if any."""
+    if device.type == "meta":
+        return []
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "checkpoint: the state of a random number generator cannot be read while a CUDA graph "
+            "is captured: pass preserve_rng_state=False"
+        )
+    module = torch.get_device_module(device.type)
+    # the one MPS device goes unnamed
+    where = {} if device.type == "mps" else {"device": device}
+    return [(partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))]
