@@ -60,6 +60,11 @@ class Leaf:
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
         self.version = version_of(tensor)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the tensor's dtype."""
+        return self._tensor.dtype
+
     def is_current(self) -> bool:
         """Whether the tensor is as it was."""
         return version_of(self._tensor) == self.version
@@ -73,6 +78,9 @@ class Leaf:
                 f"{self._tensor._version}; expected version {self.version} instead"
             )
         return self._tensor
+
+    def expect(self) -> None:
+        """Do nothing: the tensor stays."""
 
     def add_reader(self, count: Count) -> None:
         """Count the tensor for a hook that counts saved tensors."""
@@ -142,14 +150,31 @@ class Made:
                 return results
         return tensors_in(self.again(*[view.read() for view in self.inputs]))
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the results are there, for readers that are left."""
+        return self._values is not None
+
+    def expect(self) -> None:
+        """Expect one more reader in this backward."""
+        self._left += 1
+
+    def skip(self) -> bool:
+        """Count a reader that does not need the results; return whether others are left."""
+        self._left -= 1
+        if self._left <= 0:
+            self.forget()
+            return False
+        return True
+
     def forget(self) -> None:
         """Free the results."""
         self._left, self._values = self.num_readers, None
 
 
-# kernels for several functions of a chain. Each returns the results of the chain's last recipe, or
-# None. It may pass over the value of a recipe only if that has one reader, and reads each other
-# input of the chain by `View.read` once
+# kernels for several functions of a chain. Each returns the results of a chain's last recipe, or
+# None. It tells each recipe whose results it passes over (`skip`), and reads each input of the
+# chain once; `expect` comes before a read that a recipe with readers left will repeat
 KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
 
 

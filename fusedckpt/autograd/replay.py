@@ -38,13 +38,17 @@ class Replay:
         self.kwargs = {name: _emptied(value) for name, value in kwargs.items()} if kwargs else {}
         self.autocast = autocast_dtype(device) if is_any_autocast_on() else None
 
+    def filled(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with values in place of tensors; those beyond the last are left."""
+        remaining = iter(values)
+        args = [_filled(value, remaining) for value in self.args]
+        return args, {name: _filled(value, remaining) for name, value in self.kwargs.items()}
+
     def __call__(self, *tensors: Tensor) -> Any:
         """Call the function with other tensors."""
         if self.writes:
             tensors = tensors[0].clone(), *tensors[1:]
-        remaining = iter(tensors)
-        args = [_filled(value, remaining) for value in self.args]
-        kwargs = {name: _filled(value, remaining) for name, value in self.kwargs.items()}
+        args, kwargs = self.filled(tensors)
         with cast_by(self.device, self.autocast):
             return self.func(*args, **kwargs)
 

@@ -18,10 +18,11 @@ from fusedckpt.autograd import origins, private
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Stored, View, cast, unpack
+from fusedckpt.autograd.recipes import Made, Stored, View, cast, unpack
 from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import Call
+from fusedckpt.kernels.norm import NormRule
 
 # the makers of results that blocks, and norms, save recipes of: a module that backward runs again
 # makes its result, too, for a norm alone, as one more GEMM may run for it
@@ -48,6 +49,21 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
 def _normalised(call: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
     compute = run.forward if is_unwatched() else ops.forward
     return compute(call, call.forward(()), (x, *parameters))[0]
+
+
+def rule_of(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
+    """Return the rule of a fused norm that a recipe runs again, None for another recipe.
+
+    Beside it: whether the norm has a weight, and a bias; the recipe's inputs are x and these.
+    """
+    again = made.again
+    if not isinstance(again, partial) or again.func is not origins.with_absent:
+        return None
+    run_again, are_given = again.args
+    if not isinstance(run_again, partial) or run_again.func is not _normalised:
+        return None
+    step: Any = run_again.args[0].program.steps[0].op
+    return step.rule, are_given
 
 
 def apply(

@@ -25,6 +25,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.recipes import Leaf, Stored, View, key_of, tensors_in, unpack
 from fusedckpt.autograd.replay import Replay
 from fusedckpt.autograd.tracker import Tracker
+from fusedckpt.fusing.chain_kernels import statistics
 from fusedckpt.fusing.cheap import KINDS, SAVES_NOTHING, WRITES
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
@@ -108,6 +109,9 @@ class RecipeMode(TorchFunctionMode):
             return self._writing(func, args, kwargs, inputs)
         if func not in SAVES_NOTHING:
             y, saved = self._run(func, args, kwargs)
+            if func is F.group_norm:
+                groups = args[1] if len(args) > 1 else kwargs["num_groups"]
+                inputs = [*inputs, *_statistics(func, args[0], groups, inputs, saved)]
             self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, saved)
             return y
         y = func(*args, **kwargs)
@@ -196,7 +200,10 @@ class RecipeMode(TorchFunctionMode):
         y, saved = self._run(F.batch_norm, args, {})
         if training:
             args = x, None, None, *args[3:]
-        self._note(Replay(F.batch_norm, args, {}, x.device), _inputs(args, {}), y, saved)
+        given = _inputs(args, {})
+        if training:
+            given += _statistics(F.batch_norm, x, 0, inputs, saved)
+        self._note(Replay(F.batch_norm, args, {}, x.device), given, y, saved)
         return y
 
     def _dropout(
@@ -229,6 +236,13 @@ class RecipeMode(TorchFunctionMode):
 
 def _is_large(parts: Sequence[Any], floor: int) -> bool:
     return any(part.__class__ in _PLAIN and part.nbytes >= floor for part in parts)
+
+
+def _statistics(
+    func: Any, x: Tensor, num_groups: int, inputs: Sequence[Tensor], saved: Any
+) -> list[Tensor]:
+    """Return the statistics that a norm saved, for a kernel that runs it again without them."""
+    return statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
 
 
 def _pack(packed: list[tuple[Stored, Tensor]], tensor: Tensor) -> Stored:

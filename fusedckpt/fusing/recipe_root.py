@@ -13,12 +13,15 @@ from torch import nn
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.dispatch import is_recorded
+from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.fusing import chain_kernels, recipe_mode
 from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.fuse_report import RECIPES
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
+
+KERNELS.append(chain_kernels.run)
 
 
 @contextmanager
