@@ -88,6 +88,8 @@ class Choice(NamedTuple):
     functions: tuple[str, ...]
     # the functions that would make it again in a chain that was cut here; () for none
     cut: tuple[str, ...]
+    # a number of the tensor's source, its own while the graph lives
+    source: int
 
 
 # called with each choice of a forward
@@ -269,7 +271,8 @@ class Tracker:
 def _choice(tensor: Tensor, made: Made | None, is_cut: bool) -> Choice:
     names = () if made is None else functions_of(made)
     functions, cut = ((), names) if is_cut else (names, ())
-    return Choice(tensor.shape, tensor.dtype, tensor.nbytes, functions=functions, cut=cut)
+    kind = tensor.shape, tensor.dtype, tensor.nbytes
+    return Choice(*kind, functions=functions, cut=cut, source=id(made))
 
 
 def _is_parameter(x: Tensor) -> bool:

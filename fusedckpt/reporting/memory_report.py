@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.allocations import profiled
+from fusedckpt.autograd.tracker import choices
 from fusedckpt.checkpointing import offload
 from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
 from fusedckpt.memory import (
@@ -24,8 +25,10 @@ from fusedckpt.memory import (
     nbytes_of,
     saved_tensors,
 )
+from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.left_graphs import LeftGraphs
 from fusedckpt.reporting.memory_plot import draw
+from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, default_loss, optimizers_of
 from fusedckpt.reporting.tables import Row, size, table
 from fusedckpt.reporting.timeline import Block, Moment, Watch, read
@@ -49,6 +52,8 @@ class MemoryReport:
     swapped whether it ran fused, or why not, and the cost of that. `left_graphs` has the names of
     attributes of modules in which the recompute of a checkpoint leaves a tensor with its graph:
     both live on after backward. Detach such tensors, or set them where `is_recomputing` is false.
+    `recipes` has the tensors that functions of a model fused with recipes made, by these functions:
+    those that backward makes again, and those where a chain was cut.
     """
 
     model: str
@@ -69,6 +74,7 @@ class MemoryReport:
     # of checkpoints with offload=True: bytes that went to the host, and inputs that stay, by reason
     offloaded_bytes: int = 0
     not_offloaded: Mapping[str, int] = field(default_factory=dict, hash=False)
+    recipes: tuple[RecipeGroup, ...] = ()
 
     @property
     def saved_bytes(self) -> int:
@@ -158,6 +164,8 @@ class MemoryReport:
         lines += ["", table(_MODULES, _module_rows(self.saved), numbers=(1, 2, 3))]
         if self.fused:
             lines += ["", table(_FUSED, _fused_rows(self.fused), numbers=(2, 3))]
+        if self.recipes:
+            lines += ["", table(recipe_groups.HEADS, recipe_groups.rows_of(self.recipes), (1, 2))]
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
@@ -249,11 +257,11 @@ def measure(step: Step) -> MemoryReport:
     device = held[0].device
     resident = step.resident(held)
     watch, calls, left = Watch(step.model), FusedCalls(step.model), LeftGraphs(step.model)
-    counted = list[SavedTensors]()
+    counted: list[tuple[SavedTensors, tuple[RecipeGroup, ...]]] = []
     offload.num_bytes_left.clear()
     offload.stays.clear()
     profile = profiled(lambda: counted.append(_taken(step, held, watch, calls, left)), device)
-    (saved,) = counted
+    ((saved, recipes),) = counted
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
     found = read(profile, resident, addresses_of(gradients))
     return MemoryReport(
@@ -272,21 +280,25 @@ def measure(step: Step) -> MemoryReport:
         left_graphs=left.names(),
         offloaded_bytes=offload.num_bytes_left.total(),
         not_offloaded=dict(offload.stays),
+        recipes=recipes,
     )
 
 
 def _taken(
     step: Step, held: list[Tensor], watch: Watch, calls: FusedCalls, left: LeftGraphs
-) -> SavedTensors:
-    """Take a step, and return the tensors that its forward saved."""
+) -> tuple[SavedTensors, tuple[RecipeGroup, ...]]:
+    """Take a step, and return the tensors that its forward saved, and those that recipes make."""
     found: list[SavedTensors] = []
+    recipes: tuple[RecipeGroup, ...] = ()
 
     @contextmanager
     def counted() -> Iterator[None]:
         # outermost, and not in backward: tensors of a recompute were not kept since the forward
-        with saved_tensors(held, watch.current) as saved, calls.hooked():
+        nonlocal recipes
+        with saved_tensors(held, watch.current) as saved, calls.hooked(), choices() as noted:
             found.append(saved)
             yield
+        recipes = recipe_groups.grouped(noted)
 
     def made(tensors: list[Tensor]) -> None:
         # beside these, memory that lives on from the forward was kept by other means
@@ -296,7 +308,7 @@ def _taken(
     # in backward too: a recompute calls modules
     with watch.hooked():
         step.take(watch.phase, held, counted(), made)
-    return found[0]
+    return found[0], recipes
 
 
 def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
