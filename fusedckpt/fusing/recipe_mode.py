@@ -211,19 +211,22 @@ class RecipeMode(TorchFunctionMode):
     ) -> Tensor:
         """Run dropout as torch does, with the same random numbers.
 
-        On a CPU autograd saves the noise, as large as the input: its recipe is the random state.
-        Elsewhere it saves a mask of one byte for each element.
+        On a CPU autograd saves the noise, as large as the input, elsewhere a mask of one byte for
+        each element. Their recipe is the random state; but on other devices than CUDA, and in a
+        graph that is captured, whose random state is on the device, the mask is saved.
         """
         if not training or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
         if input.device.type != "cpu":
+            state = _cuda_state(input)
             y, saved = self._run(F.dropout, (input, p, True, inplace), {})
             mask = next((tensor for _, tensor in saved if tensor.dtype == torch.bool), None)
             if mask is None or inplace:
                 for stored, tensor in saved:
                     self.tracker.save(stored, tensor)
                 return y
-            # the mask is saved
+            if state is not None:
+                self._note(_Mask(input, p, state), [], mask, (), name="dropout")
             again = partial(masked, 1 / (1 - p))
             self._note(again, [input, mask], y, saved, name="dropout")
             return y
@@ -281,6 +284,33 @@ class _Noise:
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self.state)
             return self.draw()
+
+
+def _cuda_state(x: Tensor) -> Tensor | None:
+    """Return CUDA's random state, None where dropout of x cannot be drawn again by it."""
+    # where the data do not begin at 16 bytes, the kernel draws in another order
+    is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
+    if x.device.type != "cuda" or not is_aligned or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.get_rng_state(x.device)
+
+
+class _Mask:
+    """The mask of dropout's kernel, and its random state."""
+
+    def __init__(self, input: Tensor, p: float, state: Tensor):
+        self.state, self.p, self.device = state, p, input.device
+        self.like = torch.empty_like(input, device="meta")
+
+    def __call__(self) -> Tensor:
+        """Return the mask again: the numbers are drawn for the same layout, whatever the data."""
+        x = torch.empty_like(self.like, device=self.device)
+        before = torch.cuda.get_rng_state(self.device)
+        torch.cuda.set_rng_state(self.state, self.device)
+        try:
+            return torch.native_dropout(x, self.p, True)[1]
+        finally:
+            torch.cuda.set_rng_state(before, self.device)
 
 
 def _itself(x: Tensor) -> Tensor:
