@@ -108,7 +108,8 @@ class Made:
         results: Sequence[Tensor],
     ):
         self.name, self.again, self.inputs = name, again, inputs
-        self.layouts = [(t.shape, t.stride()) for t in results]
+        # how each lies in its storage, which it fills: shape, strides, dtype
+        self.layouts = [(t.shape, t.stride(), t.dtype) for t in results]
         self.depth = 1 + max([view.source.depth for view in inputs], default=0)
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
@@ -184,9 +185,9 @@ def _forget(reference: weakref.ref[Made]) -> None:
         made.forget()
 
 
-def _laid_out(result: Tensor, layout: tuple[torch.Size, tuple[int, ...]]) -> Tensor:
+def _laid_out(result: Tensor, layout: tuple[torch.Size, tuple[int, ...], torch.dtype]) -> Tensor:
     """Return a result with the strides that it had: its views are read by these."""
-    shape, stride = layout
+    shape, stride, _ = layout
     if result.stride() == stride and result.storage_offset() == 0:
         return result
     tensor = torch.empty_strided(shape, stride, dtype=result.dtype, device=result.device)

@@ -99,15 +99,13 @@ def _inner(view: Any, like: Made) -> Made | None:
     layouts = view.source.layouts
     layout = view.size, view.stride
     is_whole = view.offset == 0 and len(layouts) == 1 and layout == layouts[0][:2]
-    is_like = (
-        layouts[0].shape == like.layouts[0].shape and layouts[0].dtype == like.layouts[0].dtype
-    )
+    is_like = layouts[0][0] == like.layouts[0][0] and layouts[0][2] == like.layouts[0][2]
     return view.source if is_whole and is_like else None
 
 
 def _dtype_of(view: View) -> torch.dtype:
     if isinstance(view.source, Made):
-        return view.source.layouts[view.place].dtype
+        return view.source.layouts[view.place][2]
     return view.source.dtype
 
 
@@ -141,7 +139,7 @@ def run(made: Made) -> Sequence[Tensor] | None:
     if len(made.layouts) != 1 or not made.inputs:
         return None
     device = made.again.device if isinstance(made.again, Replay) else None
-    if device is None or path_of(device, made.layouts[0].dtype) == "aten":
+    if device is None or path_of(device, made.layouts[0][2]) == "aten":
         return None
     call = _call_of(made)
     if call is None:
@@ -219,7 +217,7 @@ def _of_statistics(
     dtypes = {_dtype_of(view) for view in (x, residual) if view is not None}
     probe = torch.empty_strided(x.size, x.stride, device="meta")
     is_known = probe.is_contiguous() or chains.is_channels_last(probe)
-    if not (is_dense and is_like and is_known and dtypes == {end.made.layouts[0].dtype}):
+    if not (is_dense and is_like and is_known and dtypes == {end.made.layouts[0][2]}):
         return None
 
     def launch() -> Tensor:
@@ -296,7 +294,7 @@ def _of_rows(
     parts = [view for view in (factor, shift) if view is not None]
     dtypes = {_dtype_of(view) for view in (x, *parts)}
     rows = {_rows_of(view, x.size) for view in parts}
-    if not (is_contiguous and chains.fits(n) and dtypes == {layout.dtype} and len(rows) == 1):
+    if not (is_contiguous and chains.fits(n) and dtypes == {layout[2]} and len(rows) == 1):
         return None
     per_part = rows.pop()
     if per_part is None:
@@ -346,7 +344,7 @@ def _gated_sum(end: _Call) -> Callable[[], Tensor] | None:
         are_alike = {(v.size, v.stride) for v in (branch, residual)} == {layout[:2]}
         dtypes = {_dtype_of(v) for v in (branch, gate, residual)}
         places = chains.places_of(gates, probe) if are_alike else None
-        if places is not None and dtypes == {layout.dtype}:
+        if places is not None and dtypes == {layout[2]}:
             return partial(_launch_sum, end.made, product.made, (residual, branch, gate), places)
     return None
 
