@@ -87,7 +87,7 @@ class _Costs:
     def __init__(
         self, meter: Meter, found: Sequence[SurveyedUnit], alone: Reading, device: torch.device
     ):
-        self._meter, self._found, self._alone, self.device = meter, found, alone, device
+        self._meter, self._units, self._alone, self.device = meter, found, alone, device
         # by unit and level, the fastest first
         self._readings: list[dict[str, Reading]] = [{} for _ in found]
         # by unit and level, the casts of weights that units before it save in that reading
@@ -97,7 +97,7 @@ class _Costs:
 
     def _fitting(self) -> Iterator[list[int]]:
         """Yield groups of units that can be measured at once."""
-        alone, numbers = self._alone, range(len(self._found))
+        alone, numbers = self._alone, range(len(self._units))
         # a recompute and its backward take no less than is saved
         sizes = [max(0, alone.peak("back", i) - alone.live.get(f"back {i}", 0)) for i in numbers]
         spare = spare_bytes(self.device) - (max(alone.peaks.values()) - alone.live["begin"])
@@ -111,20 +111,20 @@ class _Costs:
 
     def measure(self, selective: bool) -> None:
         """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE."""
-        offered = [unit.levels for unit in self._found]
+        offered = [unit.levels for unit in self._units]
         known = [NO_RECIPES, *reversed(LEVELS)]
         names = [x for x in known if any(x in levels for levels in offered)]
         has_fused = bool({*names} - {NO_RECIPES})
         if not names or NO_RECIPES in names:
             names.append(PLAIN)
         rounds = [[x if x in levels else levels[0] for levels in offered] for x in names]
-        extra = [PRODUCTS if selective else ATTENTION if u.attends else "" for u in self._found]
+        extra = [PRODUCTS if selective else ATTENTION if u.attends else "" for u in self._units]
         if any(extra):
             # a unit after which one writes its input is left, too
-            writes = [unit.fixed == WRITES for unit in (*self._found[1:], self._found[0])]
-            rows = zip(self._found, writes, extra, rounds[0], strict=True)
+            writes = [unit.fixed == WRITES for unit in (*self._units[1:], self._units[0])]
+            rows = zip(self._units, writes, extra, rounds[0], strict=True)
             rounds.append([x if u.fixed or after else own or x for u, after, own, x in rows])
-        if any(unit.joined for unit in self._found) and has_fused:
+        if any(unit.joined for unit in self._units) and has_fused:
             pairs = zip(rounds[0], offered, strict=True)
             rounds.append([x if PLAIN in levels else INSIDE for x, levels in pairs])
         for levels in rounds:
@@ -145,10 +145,10 @@ class _Costs:
         forward = [self._readings[i][name].ms("enter", i) for i, name in enumerate(fastest)]
         plain, profiled = None, sum(forward)
         if len(self._groups) == 1:
-            pairs = zip(fastest, self._found, strict=True)
+            pairs = zip(fastest, self._units, strict=True)
             plain, forward = self._meter.times([roles_at(name, unit) for name, unit in pairs])
         scale = sum(forward) / profiled if profiled else 1.0
-        kinds = [self._kind(i) for i in range(len(self._found))]
+        kinds = [self._kind(i) for i in range(len(self._units))]
         alike: dict[Any, list[int]] = {}
         for i, kind in enumerate(kinds):
             alike.setdefault(kind, []).append(i)
@@ -157,10 +157,10 @@ class _Costs:
 
     def _kind(self, i: int) -> Any:
         """Return a key that units which cost the same share."""
-        modules = [module for _, module in self._found[i].members]
+        modules = [module for _, module in self._units[i].members]
         shapes = tuple((p.shape, p.requires_grad) for m in modules for p in m.parameters())
         kept = tuple((name, self._kept(i, name)) for name in self._readings[i])
-        return tuple(map(type, modules)), shapes, self._found[i].input, kept
+        return tuple(map(type, modules)), shapes, self._units[i].input, kept
 
     def _ms(self, alike: Sequence[int], scale: float, forward: Sequence[float]) -> _Ms:
         """Return the average of units that are alike."""
@@ -186,7 +186,7 @@ class _Costs:
         """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
         reading, cached = self._readings[i][name], self._cached(i, name)
         before, after = (reading.kept(k) - self._alone.kept(k) for k in (i, i + 1))
-        if i == len(self._found) - 1 and not self.outlives:
+        if i == len(self._units) - 1 and not self.outlives:
             # the model has returned, and the cache of an autocast in its forward is empty
             return after - before - self._cached_before[i, name]
         return after - before + cached
@@ -209,7 +209,7 @@ class _Costs:
     def _cached(self, i: int, name: str) -> int:
         """Return the bytes of casts of weights that a unit saves, and autocast's cache holds."""
         is_recomputed = name in (PRODUCTS, ATTENTION)
-        return 0 if is_recomputed or self._found[i].fixed else self._found[i].casts
+        return 0 if is_recomputed or self._units[i].fixed else self._units[i].casts
 
     def _level(self, i: int, name: str, extra: float = 0.0) -> Level:
         alone, reading = self._alone, self._readings[i][name]
@@ -228,7 +228,7 @@ class _Costs:
 
     def unit(self, i: int, freed: int, ms: _Ms) -> Unit:
         """Return a unit with its costs."""
-        found, alone, readings = self._found[i], self._alone, self._readings[i]
+        found, alone, readings = self._units[i], self._alone, self._readings[i]
         levels = [self._level(i, name, ms.extra[name]) for name in self._levels(i)]
         useful = list[Level]()
         for level in sorted(levels, key=lambda level: (level.extra, level.kept)):

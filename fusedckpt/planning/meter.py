@@ -260,13 +260,13 @@ class Meter:
     """Runs steps of a model with its units in roles."""
 
     def __init__(self, step: Step, found: Sequence[SurveyedUnit]):
-        self._step, self._found = step, found
+        self._step, self._units = step, found
 
     def _alone(self) -> list[list[Role]]:
         """Return roles in which each unit is in a segment of its own, unless none may hold it."""
         return [
             roles_at(PLAIN, unit) if unit.fixed else segmented(len(unit.members))
-            for unit in self._found
+            for unit in self._units
         ]
 
     def _in(self, roles: Roles, marker: _Marker) -> Any:
@@ -275,19 +275,19 @@ class Meter:
 
     def _by_module(self, roles: Roles) -> dict[nn.Module, Role]:
         """Return roles by the module that runs in each."""
-        members = [member for unit in self._found for member in unit.members]
+        members = [member for unit in self._units for member in unit.members]
         flat = [role for own in roles for role in own]
         return {module: role for (_, module), role in zip(members, flat, strict=True)}
 
     def read(self, roles: Roles) -> Reading:
         """Run a step and read its phases."""
         step, held = self._step.fresh()
-        noted = _Held(len(self._found))
+        noted = _Held(len(self._units))
 
         def run(mark: Mark) -> None:
             def loss(output: Any) -> Any:
                 mark("returned")
-                noted.see(len(self._found))
+                noted.see(len(self._units))
                 value = step.loss(output)
                 if isinstance(value, Tensor) and value.grad_fn is not None:
                     marker.hook(value)
@@ -319,16 +319,16 @@ class Meter:
         Those of the inputs that a segment of the unit alone keeps until backward, and one that
         begins earlier does not. alone: the reading in which each unit is in its own.
         """
-        roles, count = list[Role](), len(self._found)
+        roles, count = list[Role](), len(self._units)
         start = 0
         while start < count:
             behind = range(start + 1, count)
-            stop = next((k for k in behind if not self._found[k].joined), count)
-            members = sum(len(unit.members) for unit in self._found[start:stop])
-            is_fixed = bool(self._found[start].fixed)
+            stop = next((k for k in behind if not self._units[k].joined), count)
+            members = sum(len(unit.members) for unit in self._units[start:stop])
+            is_fixed = bool(self._units[start].fixed)
             roles += [run_at(PLAIN)] * members if is_fixed else segmented(members)
             start = stop
-        given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in self._found])
+        given = list[list[tuple[StorageWeakRef, int]]]([[] for _ in self._units])
         takers: Counter[int] = Counter()
         trimmers = list[Callable[[], None]]()
 
@@ -340,7 +340,7 @@ class Meter:
             return role(forward, args, kwargs)
 
         assignment = self._by_module([[role] for role in roles])
-        for i, unit in enumerate(self._found):
+        for i, unit in enumerate(self._units):
             _, first = unit.members[0]
             assignment[first] = partial(noting, i, assignment[first])
         step, _ = self._step.fresh()
@@ -363,5 +363,5 @@ class Meter:
         """Read a step in which the units of a group save a level each, the others nothing."""
         roles = self._alone()
         for i in group:
-            roles[i] = roles_at(levels[i], self._found[i])
+            roles[i] = roles_at(levels[i], self._units[i])
         return self.read(roles)

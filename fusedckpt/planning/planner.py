@@ -224,9 +224,9 @@ def _in_state(
         ignored = getattr(parallel, "parameters_to_ignore", ())
         reduced = dict(parallel.module.named_parameters())
         beside = nbytes_of(p for n, p in reduced.items() if p.requires_grad and n not in ignored)
-    found = {p: p.grad for p in step.parameters() if p.grad is not None}
-    absent = [p for p in trained if p not in found] if is_there or in_buckets else []
-    gradients = {**found, **{p: torch.zeros_like(p) for p in absent}}
+    existing = {p: p.grad for p in step.parameters() if p.grad is not None}
+    absent = [p for p in trained if p not in existing] if is_there or in_buckets else []
+    gradients = {**existing, **{p: torch.zeros_like(p) for p in absent}}
     # buckets outlive the gradients in them, and hold all
     return step._replace(gradients=gradients, beside=beside), set(absent if is_there else ())
 

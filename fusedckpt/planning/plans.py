@@ -89,9 +89,9 @@ class Plan:
             for name in unit.modules:
                 _unit(inner, name)
         for name, expected in self.structure.items():
-            if (found := structure_of(_unit(inner, name))) != expected:
+            if (structure := structure_of(_unit(inner, name))) != expected:
                 raise ValueError(
-                    f"Plan.apply: {name or 'the model'} is a {found}, the plan was made for a "
+                    f"Plan.apply: {name or 'the model'} is a {structure}, the plan was made for a "
                     f"{expected}: call fusedckpt.plan for this model"
                 )
         for name, role in self._roles():
@@ -139,7 +139,7 @@ class Plan:
         Raises:
             ValueError: a unit of the plan is none of these modules.
         """
-        found: list[Span] = []
+        spans: list[Span] = []
         for item in self.items:
             names = self._names(item)
             if not all(name.isdecimal() and int(name) < count for name in names):
@@ -150,16 +150,16 @@ class Plan:
             within: Any = OFFLOADED if item.offloads else None
             if item.level is not None:
                 within = partial(saving, item.level) if item.level in LEVELS else nullcontext
-            found.append((int(names[0]), int(names[-1]) + 1, within))
-        planned = {i for start, stop, _ in found for i in range(start, stop)}
+            spans.append((int(names[0]), int(names[-1]) + 1, within))
+        planned = {i for start, stop, _ in spans for i in range(start, stop)}
         rest = [(i, i + 1, nullcontext) for i in range(count) if i not in planned]
-        return sorted(found + rest, key=lambda span: span[0])
+        return sorted(spans + rest, key=lambda span: span[0])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        found = {**_FORMAT, **asdict(self)}
-        del found["_applied"]
-        Path(path).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        document = {**_FORMAT, **asdict(self)}
+        del document["_applied"]
+        Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -187,20 +187,20 @@ class Plan:
         draw(self, path)
 
 
-def _read(found: Any) -> Plan:
+def _read(document: Any) -> Plan:
     """Return the plan that JSON was written of; raise where it is none."""
-    if {name: found.pop(name) for name in _FORMAT} != _FORMAT:
+    if {name: document.pop(name) for name in _FORMAT} != _FORMAT:
         raise ValueError(f"expected {_FORMAT['format']}, version {_FORMAT['version']}")
-    for unit in (units := found["chain"]["units"]):
+    for unit in (units := document["chain"]["units"]):
         unit["levels"] = tuple(Level(**level) for level in unit["levels"])
         unit["members"] = tuple(unit["members"])
         unit["in_segment"] = Level(**unit["in_segment"])
         if (recomputed := unit["recomputed"]) is not None:
             unit["recomputed"] = Level(**recomputed)
-    found["chain"]["units"] = tuple(Unit(**unit) for unit in units)
-    found["chain"] = Chain(**found["chain"])
-    found["items"] = tuple(Item(**item) for item in found["items"])
-    plan = Plan(**found)
+    document["chain"]["units"] = tuple(Unit(**unit) for unit in units)
+    document["chain"] = Chain(**document["chain"])
+    document["items"] = tuple(Item(**item) for item in document["items"])
+    plan = Plan(**document)
     outcome, known = simulate(plan.chain, plan.items), {*roles.OWN_LEVELS, *LEVELS}
     if not {level.name for unit in plan.chain.units for level in unit.levels} <= known:
         raise ValueError(f"expected levels among {sorted(known)}")

@@ -120,7 +120,7 @@ class _Starts(NamedTuple):
 
 def starts_of(chain: Chain, longest: int) -> list[_Starts]:
     """Return the items that may start at each unit, with segments of up to `longest` units."""
-    found: list[_Starts] = []
+    starts: list[_Starts] = []
     # of the segments that start behind the unit, a row each: peaks of forwards behind the first
     # unit, and of recomputes and backwards; live bytes when the gradient arrives; bytes of inputs
     # that are not kept; bytes that live as long as the segment; ms
@@ -157,9 +157,9 @@ def starts_of(chain: Chain, longest: int) -> list[_Starts]:
             kept[-count:] -= unit.movable
             ms = np.concatenate((ms, ms[-count:] + _exposed(chain, i, ms[-count:])))
         stop, kept, need = (x.astype(np.int64) for x in (stop, kept, need))
-        found.append(_Starts(stop, kept, need, ms))
+        starts.append(_Starts(stop, kept, need, ms))
         after = unit
-    return found[::-1]
+    return starts[::-1]
 
 
 def _exposed(chain: Chain, start: int, extra: Ms) -> Ms:
@@ -297,8 +297,8 @@ class _Search:
 
 def _at(ways: Ways, room: int) -> float:
     """Return the least ms of ways that need no more than `room`."""
-    found = ways[0].searchsorted(room, "right") - 1
-    return float(ways[1][found]) if found >= 0 else math.inf
+    place = ways[0].searchsorted(room, "right") - 1
+    return float(ways[1][place]) if place >= 0 else math.inf
 
 
 def _pareto(need: Bytes, ms: Ms) -> Ways:

@@ -73,8 +73,8 @@ class Trials:
 
     def tried(self, solution: Outcome) -> Plan:
         """Run a step under a plan; add its peak."""
-        with self._under(found := self._plan(solution)):
-            return replace(found, measured_bytes=peak_of(self.step))
+        with self._under(plan := self._plan(solution)):
+            return replace(plan, measured_bytes=peak_of(self.step))
 
     def within(self, limit: int, outside: int) -> Plan:
         """Return the fastest plan with a step that, when run, stays within the limit.
@@ -138,49 +138,49 @@ class Trials:
         distinct = {way.items: way for way in reversed(ways)}
         return [*map(self.tried, distinct.values())]
 
-    def timed(self, found: Plan) -> Plan:
+    def timed(self, plan: Plan) -> Plan:
         """Return the plan with its cost in steps, where one that saves everything fits."""
         everything, pairs = by_rule(self.chain, "none"), list[tuple[Times, Times]]()
         device, plain = self.step.device, self.measured.plain
-        if found.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
-            key = step_kind(self.step), found.items
-            pairs = once(key, lambda: self._pairs(self._plan(everything), found))
+        if plan.extra_ms and everything.peak - self.chain.base <= spare_bytes(device):
+            key = step_kind(self.step), plan.items
+            pairs = once(key, lambda: self._pairs(self._plan(everything), plan))
         forwards = [theirs.forward for theirs, _ in pairs] or [plain.forward if plain else 0.0]
         forward = median(forwards) or self.chain.forward_ms
         adds = [mine.both - theirs.both for theirs, mine in pairs]
         if len(pairs) < _FEW:
             # one pair is noise, units on their own miss costs that add up in a step
-            adds.append(found.extra_ms)
+            adds.append(plan.extra_ms)
         low, extra, high = quantiles(adds, n=4) if pairs else 3 * adds
-        ratio = max(_LEAST, extra / found.extra_ms) if found.extra_ms else 1.0
+        ratio = max(_LEAST, extra / plan.extra_ms) if plan.extra_ms else 1.0
         error, rounds = (high - low) / math.sqrt(len(adds)), len(pairs)
-        if ratio * found.extra_ms < 2 * error:
+        if ratio * plan.extra_ms < 2 * error:
             # steps cannot tell
             ratio, rounds = 1.0, 0
-        chain = replace(found.chain, slower=ratio)
-        extra = simulate(chain, found.items).extra
+        chain = replace(plan.chain, slower=ratio)
+        extra = simulate(chain, plan.items).extra
         return replace(
-            found, chain=chain, extra_ms=extra,
-            lower_bound_ms=min(ratio * found.lower_bound_ms, extra),
-            rounds=rounds, error_ms=error, forward_ms=max(forward, found.chain.forward_ms),
+            plan, chain=chain, extra_ms=extra,
+            lower_bound_ms=min(ratio * plan.lower_bound_ms, extra),
+            rounds=rounds, error_ms=error, forward_ms=max(forward, plan.chain.forward_ms),
         )  # fmt: skip
 
-    def _pairs(self, plain: Plan, found: Plan) -> list[tuple[Times, Times]]:
+    def _pairs(self, plain: Plan, plan: Plan) -> list[tuple[Times, Times]]:
         """Return the times of steps of two plans, in turns: other load slows both down."""
         theirs = self.measured.plain or self._ms(plain)
-        pairs = [(theirs, self._ms(found))]
+        pairs = [(theirs, self._ms(plan))]
         count = int(1e3 * _SECONDS / sum(times.both for times in pairs[0]))
         more = min(count, _PAIRS) - 1 if count >= _FEW else 0
-        return pairs + [(self._ms(plain), self._ms(found)) for _ in range(more)]
+        return pairs + [(self._ms(plain), self._ms(plan)) for _ in range(more)]
 
     def _ms(self, plan: Plan) -> Times:
         with self._under(plan):
             return times_of(self.step)
 
 
-def _peak(found: Plan) -> int:
-    assert found.measured_bytes is not None
-    return found.measured_bytes
+def _peak(plan: Plan) -> int:
+    assert plan.measured_bytes is not None
+    return plan.measured_bytes
 
 
 def _left_out(reasons: Mapping[str, str]) -> str:

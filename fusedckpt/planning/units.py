@@ -53,8 +53,8 @@ def in_a_row(step: Step, names: list[str]) -> list[str]:
 
 def levels_of(module: nn.Module) -> tuple[str, ...]:
     """Return the save levels that layers in a module offer, from the most that is saved."""
-    found = {level for child in module.modules() for level in _offered(child) or ()}
-    return tuple(level for level in reversed(LEVELS) if level in found)
+    offered = {level for child in module.modules() for level in _offered(child) or ()}
+    return tuple(level for level in reversed(LEVELS) if level in offered)
 
 
 def _offered(module: nn.Module) -> tuple[str, ...] | None:
@@ -114,19 +114,19 @@ def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
         came = type(units).__name__
         raise TypeError(f"plan: units must be a list of modules or their names, got a {came}")
     names = {module: name for name, module in model.named_modules()}
-    found: list[str] = []
+    unit_names: list[str] = []
     for unit in units:
         name = names.get(unit) if isinstance(unit, nn.Module) else unit
         if not isinstance(name, str) or not name or name not in names.values():
             came = unit if isinstance(unit, str) else type(unit).__name__
             raise ValueError(f"plan: units must be modules inside the model, got {came!r}")
-        found.append(name)
-    if not found or len(set(found)) < len(found):
-        raise ValueError(f"plan: expected units, each of them once, got {found}")
-    for name in found:
-        if any(name.startswith(f"{other}.") for other in found):
+        unit_names.append(name)
+    if not unit_names or len(set(unit_names)) < len(unit_names):
+        raise ValueError(f"plan: expected units, each of them once, got {unit_names}")
+    for name in unit_names:
+        if any(name.startswith(f"{other}.") for other in unit_names):
             raise ValueError(f"plan: unit {name} lies inside another unit")
-    return found
+    return unit_names
 
 
 def check_model(model: nn.Module) -> None:
