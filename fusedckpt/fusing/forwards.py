@@ -23,7 +23,7 @@ from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
 from fusedckpt.fusing import sharing
 from fusedckpt.fusing.again import needs_gradient, recomputed
-from fusedckpt.fusing.held import MARK, Block, Held, Original, Part, broken
+from fusedckpt.fusing.held import MARK, Held, MatchedBlock, Original, Part, broken
 from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, tensors_of
 from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, view_of
 from fusedckpt.fusing.subclass import made_of
@@ -246,7 +246,8 @@ class FusedFeedForward(nn.Module):
 
 def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | NotFused:
     """Return the result of a module's MLP, or why this call cannot run fused."""
-    match, block = module._fusedckpt_match, module._fusedckpt_match.block
+    match = module._fusedckpt_match
+    block = match.block
     if block.kind == "linear_act" and _shares(module, x):
         # its layers save no more, and let the next linear save as little
         return original(x)
@@ -279,7 +280,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     return y if drops else dropped(module, match, y)
 
 
-def _options(module: Any, block: Block, level: str, drops: dict[str, Any]) -> BlockOptions:
+def _options(module: Any, block: MatchedBlock, level: str, drops: dict[str, Any]) -> BlockOptions:
     keys = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
     linears = Linears(PACKED if block.packed == "gate" else keys)
     return BlockOptions(

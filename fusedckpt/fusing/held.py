@@ -42,53 +42,61 @@ MARK = "_fusedckpt_original"
 
 
 class Part(NamedTuple):
-    """A swapped module or block: kind, text, and bytes saved per token before and now, if known."""
+    """A swapped module or block, as reports name it."""
 
+    # "norm", "mlp", "linear", "attention" or "experts"
     kind: str
+    # the text of the report
     change: str
+    # bytes per token before and after the swap, None where they are not known
     saved: tuple[float, float] | None
 
 
 class Original(NamedTuple):
-    """The class that a swapped module had, the attributes to delete, and its parts by name."""
+    """The state of a module before it was swapped."""
 
+    # its class
     kind: type[nn.Module]
+    # the attributes that `unfuse` deletes
     attributes: tuple[str, ...]
+    # its swapped parts, by the name below the module
     parts: dict[str, Part]
 
 
 class Weight(NamedTuple):
-    """A linear of a block: where its weight and bias are, and if the weight lies as [in, out]."""
+    """A linear of a block."""
 
+    # the attributes that lead to its weight
     weight: Path
+    # those that lead to its bias, None without one
     bias: Path | None
+    # whether the weight lies as [in, out]
     transposed: bool
 
 
-class Block(NamedTuple):
-    """The block that a forward computes: the arguments of one of our functions.
+class MatchedBlock(NamedTuple):
+    """The block that a forward computes: the arguments of one of our functions."""
 
-    kind: "mlp", "gated_mlp" or "linear_act"; linears: in the order of the function's arguments;
-    packed: which half of the first weight comes first, "gate" or "up", "" where it has no halves.
-    """
-
+    # the function: "mlp", "gated_mlp" or "linear_act"
     kind: str
+    # in the order of the function's arguments
     linears: tuple[Weight, ...]
+    # its name in the table of activations
     activation: str
+    # the half of the first weight that comes first, "gate" or "up"; "" where it has no halves
     packed: str = ""
 
 
 class Held(NamedTuple):
-    """The state of one module that must not change.
+    """The state of one module that must not change."""
 
-    path: names of the children that lead to it; kind: its class, None for the swapped module
-    itself; children: how many it has, None for any number; reads: names of attributes, one of the
-    other, and the value.
-    """
-
+    # the names of the children that lead to it
     path: Path
+    # its class, None for the swapped module itself
     kind: type[nn.Module] | None
+    # the number of its children, None for any
     children: int | None
+    # attributes that were read, each as the names that lead to it, and their values
     reads: tuple[tuple[Path, Any], ...]
 
 
@@ -117,10 +125,9 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
 
 
 def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
-    """Return the first change in a module, None if there is none.
+    """Return the first change in a module since it was recorded, None if nothing changed.
 
-    "child", "hook" or "changed", and the name of the child that was replaced or has hooks, or of
-    the changed attribute.
+    The reason names the child that was replaced or has hooks, or the changed attribute.
     """
     for path, kind, children, reads in held:
         part = child_at(module, path)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
-from fusedckpt.fusing.held import Block, Weight
+from fusedckpt.fusing.held import MatchedBlock, Weight
 from fusedckpt.fusing.recording import Node, Recording, record, walk
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
@@ -27,7 +27,7 @@ _TOL = 1e-8
 _LINES = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
-def block_of(recording: Recording) -> Block | NotFused:
+def block_of(recording: Recording) -> MatchedBlock | NotFused:
     """Return the block that a recorded forward is, or why it is none."""
     y = recording.y
     if y is None:
@@ -53,26 +53,28 @@ def block_of(recording: Recording) -> Block | NotFused:
     return NotFused("ops", ", ".join(names) or "linears alone")
 
 
-def _with_activation(h: Node, z: Node, last: list[Node]) -> Block | None:
+def _with_activation(h: Node, z: Node, last: list[Node]) -> MatchedBlock | None:
     name = _looked_up(h, z)
     if name in (None, "identity"):
         return None
     kind = "mlp" if last else "linear_act"
-    return Block(kind, tuple(map(_weight, [z, *last])), str(name))
+    return MatchedBlock(kind, tuple(map(_weight, [z, *last])), str(name))
 
 
-def _gated(h: Node, leaves: list[Node], products: list[Node], last: list[Node]) -> Block | None:
+def _gated(
+    h: Node, leaves: list[Node], products: list[Node], last: list[Node]
+) -> MatchedBlock | None:
     for gate, up in (leaves, leaves[::-1]):
         name = _looked_up(h, gate, up)
         if name in (None, "identity"):
             continue
         if leaves == products:
-            return Block("gated_mlp", tuple(map(_weight, [gate, up, *last])), name)
+            return MatchedBlock("gated_mlp", tuple(map(_weight, [gate, up, *last])), name)
         half = gate.span[1] - gate.span[0]
         halves = sorted([gate.span, up.span])
         if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
             first = "gate" if gate.span == halves[0] else "up"
-            return Block("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
+            return MatchedBlock("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
         return None
     return None
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
-from fusedckpt.fusing.held import Block, Held, Weight, child_at, held_by
+from fusedckpt.fusing.held import Held, MatchedBlock, Weight, child_at, held_by
 from fusedckpt.fusing.layouts import block_of, is_bent
 from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.recomputed import RERUN, Recomputed
@@ -105,7 +105,7 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
     if type(base) is not nn.Linear and not is_transposed:
         return NotFused("lora", type(base).__name__)
     bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
-    block = Block(
+    block = MatchedBlock(
         "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
     )
     held = (Held(("base_layer",), type(base), 0, ()),)
@@ -187,7 +187,10 @@ def _first_recording(module: nn.Module) -> Recording:
 
 
 def _with_dropouts(
-    module: nn.Module, block: Block, recordings: list[Recording], dtypes: tuple[torch.dtype, ...]
+    module: nn.Module,
+    block: MatchedBlock,
+    recordings: list[Recording],
+    dtypes: tuple[torch.dtype, ...],
 ) -> MLPMatch:
     """Return the match for all that the recordings read, and with the dropouts."""
     logs = [recording.log for recording in recordings]
@@ -209,7 +212,7 @@ def _with_dropouts(
 
 
 def _dropped_by(
-    module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: Block
+    module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: MatchedBlock
 ) -> list[str]:
     """Return the tensor that a block's dropout drops: "hidden", the last linear's input, or "last",
     the result; a function's to "last" alone.

@@ -11,7 +11,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.forwards import FusedNorm, Swap
 from fusedckpt.fusing.fuse_report import join
-from fusedckpt.fusing.held import MARK, Block
+from fusedckpt.fusing.held import MARK, MatchedBlock
 from fusedckpt.fusing.layouts import is_activation
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.sharing import (
@@ -88,7 +88,7 @@ def _has_one_matrix(module: nn.Module) -> bool:
     return is_own and sum(p.dim() == 2 for p in weights) == 1 and all(p.dim() < 3 for p in weights)
 
 
-def may_share(module: nn.Module, block: Block | None) -> bool:
+def may_share(module: nn.Module, block: MatchedBlock | None) -> bool:
     """Whether a linear with its activation are two layers of a module, and nothing else is."""
     if block is None or block.kind != "linear_act" or block.activation == "identity":
         return False

@@ -13,7 +13,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.held import Block, Held, Weight, child_at
+from fusedckpt.fusing.held import Held, MatchedBlock, Weight, child_at
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -31,7 +31,7 @@ class MLPMatch(NamedTuple):
     """How an MLP, gated MLP or linear with its activation computes, and from which parameters."""
 
     # the function of ours that it computes
-    block: Block
+    block: MatchedBlock
     # state that must not change
     held: tuple[Held, ...]
     # dtypes of the weights for which the match was verified

@@ -1,4 +1,4 @@
-"""Which modules look like a norm or an MLP, and why one was left or ran its original forward."""
+"""Recognise modules that look like a norm or an MLP, and say why one was left or not run fused."""
 
 from __future__ import annotations
 

@@ -28,14 +28,14 @@ from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing.again import needs_gradient, recomputed
 from fusedckpt.fusing.forwards import Swapped
-from fusedckpt.fusing.held import Block, broken
+from fusedckpt.fusing.held import MatchedBlock, broken
 from fusedckpt.fusing.operands import MLPMatch
 from fusedckpt.fusing.state import is_noted
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 
 # of an MLP that no program computes
-RERUN = Block("recomputed", (), "")
+RERUN = MatchedBlock("recomputed", (), "")
 
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")

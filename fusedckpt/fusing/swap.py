@@ -163,7 +163,8 @@ class _Blocks:
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
         """Return a module's swap, if any; report it, or why a module that looks like one is not."""
-        wanted, report = self.search, self.report
+        wanted = self.search
+        report = self.report
         if (original := module.__dict__.get(MARK)) is not None:
             for inner, part in original.parts.items():
                 if wanted.has(join(name, inner), part.kind):
@@ -243,7 +244,9 @@ class _Blocks:
 
     def _sequential(self, prefix: str, parent: nn.Sequential) -> Swap | None:
         """Return the swap of a Sequential with blocks in it."""
-        matcher, report, kind = self.matcher, self.report, type(parent)
+        matcher = self.matcher
+        report = self.report
+        kind = type(parent)
         save = within(matcher.save, ("inputs", "preact"))
         attributes = {"save": save, "chunks": matcher.chunks}
         blocks = blocks_of(parent, save, matcher.chunks)
@@ -324,7 +327,8 @@ def unfuse(model: nn.Module) -> nn.Module:
         warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
     for name, module in swapped:
         kind = type(module)
-        was, original = kind, module.__dict__[MARK].kind
+        was = kind
+        original = module.__dict__[MARK].kind
         while was is not original and (made := made_of(was)) is not None:
             if getattr(made[0], "_fusedckpt_is_role", False):
                 # a plan is applied
