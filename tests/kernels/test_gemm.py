@@ -96,12 +96,12 @@ def test_fused_linear(kind, dtype, covered):
     assert kind_of(x, w) == kind
     theirs = eager_linear(x, w, b, dy)
     truth = eager_linear(*(t.double() for t in (x, w, b, dy)))
-    h, z = linear.linear_act(x, w, b, "gelu", True)
+    h, z = linear.linear_then_act(x, w, b, "gelu", True)
     dz, db = linear.linear_act_dz(dy, x, w, b, "gelu", True)
     for found in zip((h, z, dz, db), theirs, truth, strict=True):
         agree(*found)
     # w as the transpose of what lies in memory
-    turned, _ = linear.linear_act(x, w.t().contiguous().t(), b, "gelu", False)
+    turned, _ = linear.linear_then_act(x, w.t().contiguous().t(), b, "gelu", False)
     agree(turned, theirs[0], truth[0])
     assert len(covered) == 3
     assert all(count > 1 for counts in covered for count in counts)

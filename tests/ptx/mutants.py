@@ -47,7 +47,7 @@ def unaligned() -> list[Tensor]:
 
 def _linear(m: int, n: int, k: int) -> list[Tensor]:
     x, w, b = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((m, k), (n, k), (n,)))
-    return [t for t in linear.linear_act(x, w, b, "silu", keep_z=True) if t is not None]
+    return [t for t in linear.linear_then_act(x, w, b, "silu", keep_z=True) if t is not None]
 
 
 def norm_grad() -> list[Tensor]:

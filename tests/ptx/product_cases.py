@@ -38,7 +38,7 @@ def gemm(kind: str, m: int, n: int, k: int, name: str = "gelu", layout: str = "r
     w = torch.randn(n, k, dtype=dtype) / k**0.5
     w = w if layout == "rows" else w.t().contiguous().t()
     with precision(kind):
-        h, z = linear.linear_act(x, w, b, name, keep_z=True)
+        h, z = linear.linear_then_act(x, w, b, name, keep_z=True)
         dz, db = linear.linear_act_dz(dy, x, w, b, name, needs_db=True)
 
     def eager(x: Tensor, w: Tensor, b: Tensor, dy: Tensor) -> Sequence[Maybe]:
