@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,10 @@ from fusedckpt.autograd.phases import ProductMetas, Tensors
 from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, Packed, Saved, Trace, stale
+from fusedckpt.checkpointing.calls import Argument, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
+from fusedckpt.checkpointing.places import places_of
 from fusedckpt.checkpointing.regions import Keeper, Record
 from fusedckpt.checkpointing.samples import Pair, sampled
 from fusedckpt.checkpointing.stateful import advice_for
@@ -53,57 +54,6 @@ def _unpack(lent: _Lent) -> Tensor:
             "the forward left, before its backward"
         )
     return lent[0]
-
-
-class _Places(NamedTuple):
-    """The tensors that a recompute is for, by their places among the saved tensors."""
-
-    # whether the recompute brings the tensor back; one that stays saved is compared all the same
-    wanted: dict[int, bool]
-    # the last place, at which the recompute ends
-    last: int
-    # the last place whose leaves are compared with the forward's
-    last_compared: int
-    # parameters and other leaves that were saved
-    leaves: list[tuple[Packed, TensorWeakRef]]
-
-
-def _places_of(segment: Trace) -> _Places:
-    """Return the places of the saved tensors that backward can still ask for.
-
-    - A tensor is brought back if nothing else keeps it. Where the recompute runs to its end, as
-      with debug=True, every tensor is, but for those that a region saved.
-    - The recompute ends with the last tensor that backward can ask for, brought back or not: nodes
-      whose saved tensors are freed ask for nothing.
-    - Leaves are compared as far as the last tensor that is brought back: weights behind it are not
-      read for it. Where no leaf is known as far as that, those behind it tell, too.
-
-    Raises:
-        RuntimeError: a parameter was written in place since the forward.
-    """
-    wanted = dict[int, bool]()
-    leaves = list[tuple[Packed, TensorWeakRef]]()
-    last = last_compared = -1
-    for saved in segment.saved:
-        packed = saved.packed()
-        if packed is None:
-            continue
-        source = packed.source
-        last = packed.index
-        is_dropped = source is None
-        if isinstance(source, TensorWeakRef):
-            leaf = source()
-            # a leaf that is loaded for each forward anew is gone
-            is_dropped = leaf is None
-            if leaf is not None and leaf._version != packed.version:
-                raise RuntimeError(stale("a parameter saved for backward", leaf))
-            leaves.append((packed, source))
-        wanted[last] = is_dropped or not (segment.stops or last in segment.kept)
-        last_compared = last if wanted[last] else last_compared
-    for saved in segment.saved[: last_compared + 1]:
-        if saved.leaves:
-            return _Places(wanted, last, last_compared, leaves)
-    return _Places(wanted, last, last, leaves)
 
 
 class Recompute(Keeper):
@@ -138,7 +88,7 @@ class Recompute(Keeper):
         # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
         self._noise: tuple[Any, ...] = ()
         self._lent: list[_Lent] = []
-        self._wanted, self._last, self._last_compared, self._leaves_saved = _places_of(segment)
+        self._wanted, self._last, self._last_compared, self._leaves_saved = places_of(segment)
 
     @property
     def is_wanted(self) -> bool:
