@@ -36,8 +36,10 @@ from fusedckpt.autograd.recipes import (
 
 # the longest chain of functions that backward runs again
 LIMIT = 12
-# inputs of a function that are saved for its recipe alone may take this share of its results
+# inputs of a function that are saved for its recipe alone may take this share of its results; of
+# the parts of a concatenation more, as the next one may have them, too: those of dense blocks do
 SHARE = 4
+_SHARES = {"cat": 2, "concat": 2, "concatenate": 2}
 # a result so many times smaller than an input is saved
 SMALLER = 16
 # storages that a tracker knows before it forgets those that are gone
@@ -214,7 +216,7 @@ class Tracker:
             if t.untyped_storage().nbytes() != t.nbytes:
                 return None
             size += t.nbytes
-        room = size // SHARE
+        room = size // _SHARES.get(name, SHARE)
         views: list[View] = [] if overwritten is None else [overwritten]
         for x in inputs[len(views) :]:
             nbytes = x.nbytes

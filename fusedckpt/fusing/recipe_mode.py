@@ -157,6 +157,8 @@ class RecipeMode(TorchFunctionMode):
             # a leaf that is overwritten cannot be read
             overwritten = before
             self._note_copies(saved, inputs, overwritten)
+        elif writes:
+            overwritten = self._saved_copy(saved, inputs)
         is_view = isinstance(y, Tensor) and key_of(y) in [key_of(t) for t in inputs]
         if is_view and overwritten is None:
             for stored, tensor in saved:
@@ -165,6 +167,17 @@ class RecipeMode(TorchFunctionMode):
         again = Replay(func, args, kwargs, x.device, writes)
         self._note(again, inputs, y, saved, overwritten=overwritten)
         return y
+
+    def _saved_copy(self, saved: list[tuple[Stored, Tensor]], inputs: list[Tensor]) -> View | None:
+        """Return how to read the copy that a function saved of the input that it wrote over."""
+        x, keys = inputs[0], [key_of(t) for t in inputs]
+        for stored, t in saved:
+            is_like_x = (t.shape, t.dtype, t.stride()) == (x.shape, x.dtype, x.stride())
+            if is_like_x and key_of(t) not in keys:
+                saved.remove((stored, t))
+                self.tracker.save(stored, t)
+                return self.tracker.find(t)
+        return None
 
     def _note_copies(
         self, saved: list[tuple[Stored, Tensor]], inputs: list[Tensor], overwritten: View

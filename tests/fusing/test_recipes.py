@@ -112,9 +112,28 @@ def tokens() -> Tensor:
     return torch.randn(2, T, D)
 
 
+class Dense(nn.Module):
+    """A block of a dense net, whose layers read all results before, and activations in place."""
+
+    def __init__(self):
+        super().__init__()
+        widths = [C, C + 2, C + 4]
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
+        self.convs = nn.ModuleList(nn.Conv2d(width, 2, 3, padding=1) for width in widths)
+        self.last = nn.Conv2d(C + 6, C, 1)
+
+    def forward(self, x):
+        parts = [x]
+        for norm, conv in zip(self.norms, self.convs, strict=True):
+            parts.append(conv(F.relu(norm(torch.cat(parts, 1)))))
+        # autograd saves a copy of what silu writes over
+        return F.silu(self.last(torch.cat(parts, 1)), inplace=True).mul_(1.5)
+
+
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (Residual, image),
     "residual, not in place": (lambda: Residual(inplace=False), image),
+    "dense": (Dense, image),
     "diffusion": (Diffusion, tokens),
     "encoder": (Encoder, tokens),
     "rotary": (Rotary, tokens),
@@ -127,6 +146,8 @@ SAVED = {
     # first one's, and copies of weights and biases
     "residual": (13 * IMAGE + 3 * STATISTICS, 7 * IMAGE + 6 * STATISTICS),
     "residual, not in place": (13 * IMAGE + 3 * STATISTICS, 7 * IMAGE + 6 * STATISTICS),
+    # each part of a concatenation once
+    "dense": (234_000, 94_032),
     "diffusion": (382_080, 203_136),
     "encoder": (205_056, 101_120),
     "rotary": (131_328, 62_976),
