@@ -258,9 +258,12 @@ class Stored:
         """Return the tensor."""
         if self.leaf is not None:
             return self.leaf.value(0)
-        assert self.view is not None
+        view = self.view
+        assert view is not None
+        if isinstance(view.source, Leaf) or not torch.is_grad_enabled():
+            return view.read()
         with torch.no_grad():
-            return self.view.read()
+            return view.read()
 
 
 def unpack(stored: Stored) -> Tensor:
