@@ -9,7 +9,7 @@ from torch.utils.weak import TensorWeakRef
 from fusedckpt.checkpointing.calls import Packed, Trace, stale
 
 
-class Places(NamedTuple):
+class WantedPlaces(NamedTuple):
     """The tensors that a recompute is for, by their places among the saved tensors."""
 
     # whether the recompute brings the tensor back; one that stays saved is compared all the same
@@ -22,7 +22,7 @@ class Places(NamedTuple):
     leaves: list[tuple[Packed, TensorWeakRef]]
 
 
-def places_of(segment: Trace) -> Places:
+def places_of(segment: Trace) -> WantedPlaces:
     """Return the places of the saved tensors that backward can still ask for.
 
     - A tensor is brought back if nothing else keeps it. Where the recompute runs to its end, as
@@ -56,5 +56,5 @@ def places_of(segment: Trace) -> Places:
         last_compared = last if wanted[last] else last_compared
     for saved in segment.saved[: last_compared + 1]:
         if saved.leaves:
-            return Places(wanted, last, last_compared, leaves)
-    return Places(wanted, last, last, leaves)
+            return WantedPlaces(wanted, last, last_compared, leaves)
+    return WantedPlaces(wanted, last, last, leaves)
