@@ -28,8 +28,9 @@ from bench.options import Options
 from bench.results import MIB, Row, rounded
 from bench.search import most
 from bench.tables import mib
-from bench.training import Batch, Tick, Trial, Way, Workload, resident
+from bench.training import Tick, Trial, resident
 from bench.ways import BUDGETS, NOTES
+from bench.workload import Batch, Way, Workload
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.progress import progress

@@ -25,8 +25,7 @@ from bench.results import (
     slowdown,
     title,
 )
-from bench.show import sources
-from bench.tables import significant
+from bench.tables import significant, sources
 
 # ways that are bars beside their losses; more are dots of time against memory
 FEW = 6

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bench.results import Row
+from bench.workload import Way, Workload
 from fusedckpt.fusing.accuracy import allowed
-
-if TYPE_CHECKING:
-    from bench.training import Way, Workload
 
 # gradients that are nothing but rounding, such as those of a key's bias, count by the others' size
 LEAST = 1e-3

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from bench import changes
-from bench.env import origin
 from bench.options import FRACTION, Options
 from bench.results import (
     Row,
@@ -28,7 +27,7 @@ from bench.results import (
     slowdown,
     title,
 )
-from bench.tables import Columns, difference, mib, show, significant
+from bench.tables import Columns, difference, mib, show, significant, source
 
 # of float32: the divisor of an error where the first row's own is nothing
 EPS = 2**-23
@@ -271,24 +270,3 @@ def show_rows(rows: Rows, notes: Sequence[str] = (), markdown: bool = False) -> 
     for row in measured:
         if row.get("kernels") and row["name"].startswith("fusedckpt"):
             show(f"kernels of {row['name']}", KERNELS, row["kernels"][:LONGEST], markdown=markdown)
-
-
-def source(rows: Rows) -> str:
-    """Say where the numbers of a case come from, in a line."""
-    text = origin(rows[0])
-    if any(row.get("is_graph") for row in rows):
-        text += "; CUDA graphs"
-    if least_ms(rows[0]) is not None:
-        matmul, copy = map(significant, (rows[0]["matmul_tflops"], rows[0]["copy_gbytes"]))
-        text += f"; a large matmul {matmul} TFLOP/s, a copy {copy} GB/s"
-    return text
-
-
-def sources(cases: Sequence[Rows]) -> list[str]:
-    """Say where cases come from, a line each, with their names where the lines differ."""
-    names: dict[str, list[str]] = {}
-    for rows in cases:
-        names.setdefault(source(rows), []).append(rows[0]["case"])
-    if len(names) == 1:
-        return list(names)
-    return [f"{', '.join(cases)}: {where}" for where, cases in names.items()]

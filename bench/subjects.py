@@ -17,7 +17,7 @@ from bench import tasks
 from bench.models import HEAD_DIM, quantise
 from bench.results import Row
 from bench.tasks import KINDS, Task
-from bench.training import Batch, Workload
+from bench.workload import Batch, Workload
 from fusedckpt.reporting.step import default_loss
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.results import MIB
+from bench.env import origin
+from bench.results import MIB, Rows, least_ms
 from fusedckpt.reporting.tables import table
 
 # functions from a row to a cell, by the heads, which may be of several lines
@@ -48,3 +49,24 @@ def show(
     else:
         drawn = table(tuple(columns), cells, numbers, compact=True)
         print(title, drawn, *notes, sep="\n", end="\n\n", flush=True)
+
+
+def source(rows: Rows) -> str:
+    """Say where the numbers of a case come from, in a line."""
+    text = origin(rows[0])
+    if any(row.get("is_graph") for row in rows):
+        text += "; CUDA graphs"
+    if least_ms(rows[0]) is not None:
+        matmul, copy = map(significant, (rows[0]["matmul_tflops"], rows[0]["copy_gbytes"]))
+        text += f"; a large matmul {matmul} TFLOP/s, a copy {copy} GB/s"
+    return text
+
+
+def sources(cases: Sequence[Rows]) -> list[str]:
+    """Say where cases come from, a line each, with their names where the lines differ."""
+    names: dict[str, list[str]] = {}
+    for rows in cases:
+        names.setdefault(source(rows), []).append(rows[0]["case"])
+    if len(names) == 1:
+        return list(names)
+    return [f"{', '.join(cases)}: {where}" for where, cases in names.items()]

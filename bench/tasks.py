@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from bench.models import CLASSES, HEAD_DIM, VOCAB, Transformer
-from bench.training import Batch
+from bench.workload import Batch
 
 LIMIT = 4 * 2**20
 IGNORED = -100

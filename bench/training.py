@@ -8,28 +8,23 @@ Then time: the ways train in turns, and each turn begins with another one.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.benchmark.utils.timer import timer
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
 from bench.clock import turns
 from bench.judge import Judge
-from bench.models import dequantise
 from bench.results import MIB, Row, rounded
+from bench.workload import Batch, StepOf, Way, Workload
 from fusedckpt import MemoryReport
-from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.planning.units import candidates
 from fusedckpt.reporting.trial import trial
 
@@ -37,35 +32,6 @@ from fusedckpt.reporting.trial import trial
 SLICES = 160
 PEAK_ABOVE = "parameters and gradients"
 Tick = Callable[[str], None]
-
-
-class Batch(NamedTuple):
-    """A model's inputs, and the target that its loss gets besides the output."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any = None
-
-    def in_float64(self) -> Batch:
-        """Return the same numbers, those with a fraction in float64."""
-        return tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, self)
-
-
-class Way(NamedTuple):
-    """A way of training a model."""
-
-    name: str
-    # takes a batch's inputs: the model, a copy that runs otherwise, or a function
-    run: Callable[..., Any]
-    # where the way is a plan
-    plan: fusedckpt.Plan | None = None
-    is_compiled: bool = False
-    # not where derivatives are approximate on purpose: then nothing is judged
-    is_exact: bool = True
-    # whether it keeps results beside the tensors that autograd saves
-    has_cache: bool = False
-    # what a reader must know of it
-    note: str = ""
 
 
 def wrap_units(model: nn.Module, wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
@@ -122,97 +88,6 @@ RECIPES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-class _Run(nn.Module):
-    """A way of running a model, as a module that has its parameters, and gradients of them."""
-
-    def __init__(self, run: Callable[..., Any], model: nn.Module):
-        super().__init__()
-        self.run, self.model = run, model
-
-    def forward(self, batch: Batch) -> Any:
-        for parameter in self.parameters():
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-        return self.run(*batch.args, **batch.kwargs)
-
-
-class Workload(NamedTuple):
-    """A model to train, and how."""
-
-    model: nn.Module
-    # one a step
-    batches: Sequence[Batch]
-    # of the output and a batch's target
-    loss: Callable[[Any, Any], Tensor]
-    optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
-    # learning rates by step, where they are not the optimizer's own
-    rates: Sequence[float] | None = None
-    # data that no step sees, on which the trained model is tested
-    held_out: Batch | None = None
-
-    def backward(self, run: Callable[..., Any], batch: Batch | None = None) -> Tensor:
-        """Run forward and backward, by default on the first batch."""
-        batch = batch or self.batches[0]
-        # held through backward, as in most loops
-        output = run(*batch.args, **batch.kwargs)
-        loss = self.loss(output, batch.target)
-        loss.backward()
-        return loss.detach()
-
-    def once(self, run: Callable[..., Any]) -> None:
-        """Take a step on the first batch that leaves no trace, such as one that compiles."""
-        with trial(_Run(run, self.model)):
-            self.backward(run)
-
-    def gradients(self, run: Callable[..., Any]) -> list[Tensor]:
-        """Return the gradients of a step on the first batch that leaves no trace."""
-        wanted = [p for p in self.model.parameters() if p.requires_grad]
-        with trial(_Run(run, self.model)):
-            self.backward(run)
-            return [torch.zeros_like(p) if p.grad is None else p.grad for p in wanted]
-
-    def in_float64(self) -> Workload:
-        """Return a copy with the same numbers in float64."""
-        batches = [batch.in_float64() for batch in self.batches[:1]]
-        model = dequantise(copy.deepcopy(self.model)).double()
-        return self._replace(model=model, batches=batches)
-
-    def copied(self) -> nn.Module:
-        """Return a copy of the model that shares its parameters and buffers."""
-        shared = [*self.model.parameters(), *self.model.buffers()]
-        return copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared})
-
-    def planned(self, name: str, model: nn.Module | None = None, **options: Any) -> Way:
-        """Plan a copy of the model, or the one that is given, for the first batch."""
-        model = self.copied() if model is None else model
-        args, kwargs, target = self.batches[0]
-        options |= {"loss": lambda y: self.loss(y, target), "progress": False}
-        plan = fusedckpt.plan(model, *args, **options, **kwargs)
-        return Way(name, plan.apply(model), plan)
-
-    def report(self, run: Callable[..., Any]) -> MemoryReport:
-        """Take a step on the first batch, where gradients exist already."""
-        batch = self.batches[0]
-        model = _Run(run, self.model)
-        return fusedckpt.report(model, batch, loss=lambda y: self.loss(y, batch.target))
-
-    def flops(self, run: Callable[..., Any], backward: bool = True) -> int:
-        """Return the FLOPs of forward and backward, or of the forward alone."""
-        with trial(_Run(run, self.model)), FlopCounterMode(display=False) as counter:
-            if backward:
-                self.backward(run)
-            else:
-                with torch.no_grad():
-                    run(*self.batches[0].args, **self.batches[0].kwargs)
-        return counter.get_total_flops()
-
-    def peak_bytes(self, run: Callable[..., Any]) -> int:
-        """Return the peak of forward and backward, parameters and new gradients included."""
-        held = [*self.model.parameters(), *self.model.buffers(), *self.batches[0].args]
-        with trial(_Run(run, self.model)):
-            return nbytes_of(held) + peak_bytes(lambda: self.backward(run), held[0].device)
-
-
 class Trial:
     """One way of training a workload, with its losses and times so far."""
 
@@ -231,7 +106,7 @@ class Trial:
         Times forward and backward: the optimizer's step is the same for all.
         """
         optimizer = self.work.optimizer(self.work.model.parameters())
-        with trial(_Run(self.way.run, self.work.model), optimizer):
+        with trial(StepOf(self.way.run, self.work.model), optimizer):
             for step, batch in enumerate(self.work.batches):
                 if self.work.rates is not None:
                     for group in optimizer.param_groups:

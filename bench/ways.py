@@ -24,7 +24,8 @@ from bench.results import Row
 from bench.subjects import Subject, factory_of, ours, yours
 from bench.tables import mib
 from bench.tasks import KINDS
-from bench.training import CACHED, RECIPES, Tick, Way, Workload, compare, resident
+from bench.training import CACHED, RECIPES, Tick, compare, resident
+from bench.workload import Way, Workload
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.progress import progress
 

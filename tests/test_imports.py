@@ -67,6 +67,19 @@ def test_no_circles():
     tuple(TopologicalSorter(GRAPH).static_order())
 
 
+def test_no_circles_in_the_bench():
+    graph = {}
+    for path in (PACKAGE.parent / "bench").glob("*.py"):
+        named = graph.setdefault(path.stem, set())
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module == "bench":
+                named |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bench."):
+                named.add(str(node.module).removeprefix("bench."))
+    assert len(graph) > 20
+    tuple(TopologicalSorter(graph).static_order())
+
+
 def test_folders_import_what_stands_below():
     wrong = [
         (module, other)

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib", reason="needs the bench extra")
 from made_up import FACTS, group, row, way, ways, write
 from matplotlib.figure import Figure
 
-from bench import changes, drawings, figures, show
+from bench import changes, drawings, figures, show, tables
 from bench.__main__ import main
 from bench.results import Row, append, groups, least_ms, ms_of, ratios, read, slowdown
 
@@ -82,9 +82,9 @@ def test_sources_are_named_where_they_differ():
     there = {"commit": "fedcba9876543210", "tf32": True, "flash-attn": "2.8"}
     here, norm = group(row("eager")), group(row("eager"), case="norm")
     other = group(row("eager", is_graph=True), case="stack", **there)
-    assert show.sources([here, norm]) == [show.source(here)]
-    first, second = show.sources([here, norm, other])
-    assert first == f"mlp, norm: {show.source(here)}"
+    assert tables.sources([here, norm]) == [tables.source(here)]
+    first, second = tables.sources([here, norm, other])
+    assert first == f"mlp, norm: {tables.source(here)}"
     assert second.startswith("stack: a device; torch 2.13, triton 3.7, fusedckpt 0.1, flash-attn")
     assert "TF32 matmuls; 2026-01-02, commit fedcba987654; CUDA graphs" in second
 

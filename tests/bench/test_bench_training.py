@@ -25,7 +25,8 @@ pytest.importorskip("sklearn", reason="needs the bench extra")
 from bench import classics, models, tasks
 from bench.__main__ import main
 from bench.results import groups, read
-from bench.training import Batch, Way, Workload, compare
+from bench.training import compare
+from bench.workload import Batch, Way, Workload
 
 pytestmark = pytest.mark.usefixtures("aten")
 STEPS, REPEAT, LAYERS, DIM, SEQ, BATCH = 3, 2, 2, 64, 48, 3
