@@ -26,8 +26,8 @@ def linears(
     x, w, b, dy = (meta(*shape, dtype=dtype) for shape in ((m, k), (n, k), (n,), (m, n)))
     for activation in activations:
         if kernel == "fused":
-            linear.linear_act(x, w, b, activation, keep_z=True)
-            linear.linear_act(x, w, None, activation, keep_z=False)
+            linear.linear_then_act(x, w, b, activation, keep_z=True)
+            linear.linear_then_act(x, w, None, activation, keep_z=False)
             linear.linear_act_dz(dy, x, w, b, activation, needs_db=True)
             linear.linear_act_dz(dy, x, w, None, activation, needs_db=False)
             continue
