@@ -5,6 +5,7 @@ import re
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
+from statistics import median
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,23 @@ def test_the_tools_figures_are_the_committed_ones():
     found = [line.split("|", 4)[4] for line in table.splitlines()[1:]]
     # a plan has no figure of its own there
     assert [line for line in found if line.strip(" |")] == expected
+
+
+def test_medians_of_groups_are_the_committed_ones():
+    gone: dict[str, dict[str, list[float]]] = {}
+    for rows in groups(read(ROOT / "bench/results/cpu/shares.jsonl")):
+        saved = {row["name"]: row["saved_bytes"] for row in rows}
+        shares = gone.setdefault(rows[0]["group"], {"fuse": [], "recipes": []})
+        for name, values in shares.items():
+            values.append(1 - saved[name] / saved["eager"])
+    expected = {
+        f"| {group} | {len(ways['fuse'])} | {median(ways['fuse']):.0%} | "
+        f"{median(ways['recipes']):.0%} |"
+        for group, ways in gone.items()
+    }
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("| group | models |")[2].partition("\n\n")[0]
+    assert {*table.splitlines()[2:]} == expected
 
 
 def test_results_are_the_committed_ones():
