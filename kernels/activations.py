@@ -293,7 +293,7 @@ CANONICAL: dict[str, str] = {
 }
 
 
-def name_of(module: nn.Module) -> str | None:
+def activation_name_of(module: nn.Module) -> str | None:
     """Return the name of the activation that `module` computes, None if the table lacks it."""
     for name, act in ACTIVATIONS.items():
         if type(module) is act.module and all(

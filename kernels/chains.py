@@ -216,7 +216,7 @@ def gated_sum(residual: Tensor, branch: Tensor, gate: Tensor, places: GatePlaces
     return y
 
 
-def places_of(gate: Tensor, like: Tensor) -> GatePlaces | None:
+def operand_places_of(gate: Tensor, like: Tensor) -> GatePlaces | None:
     """Return how a gate is broadcast to a contiguous tensor, None where the kernel cannot.
 
     It can if the gate's own dimensions are at most a first one, and some that are adjacent in

@@ -21,7 +21,7 @@ from torch.fx import Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fusedckpt.autograd import arguments, levels, phases, private, tracker
-from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 
@@ -238,7 +238,7 @@ class Decision(NamedTuple):
     """
 
     call: Any = None
-    phase: Phase | None = None
+    phase: SavePhase | None = None
     is_own: bool = False
 
 
@@ -250,7 +250,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         return _decided_anew(options, tensors, twin=True)
     grad = torch.is_grad_enabled()
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
-    phase = phases.of_layer() if grad and not is_free else None
+    phase = phases.phase_of_layer() if grad and not is_free else None
     is_twin = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
     # quicker than appending
     metas: list[Any] = [None] * len(tensors)

@@ -27,7 +27,7 @@ ProductMetas = Sequence[ProductMeta]
 Tensors = Sequence[Tensor | None]
 
 
-class Phase:
+class SavePhase:
     """A phase in which saved tensors go through hooks: a layer saves the tensors of its level.
 
     These are tensors that it was given, and extras: GEMM outputs that its backward can recompute,
@@ -57,14 +57,14 @@ class Phase:
         ctx.owns_extras = self.owns_extras
 
 
-class _ReentrantRecompute(Phase):
+class _ReentrantRecompute(SavePhase):
     """The recompute of a reentrant checkpoint: its own graph runs next."""
 
     recomputes = owns_extras = True
     levels = "preact", "preact"
 
 
-class _Stock(Phase):
+class _Stock(SavePhase):
     """torch's non-reentrant checkpoint, which matches saved tensors by position and metadata."""
 
     def __init__(self, level: str):
@@ -108,12 +108,12 @@ class _StockRecompute(_Stock):
                 self.pack(tensor)
 
 
-_HOOKED = Phase()
+_HOOKED = SavePhase()
 _REENTRANT = _ReentrantRecompute()
 _STOCK_FORWARD = _Stock("inputs")
 
 
-def current() -> Phase | None:
+def current() -> SavePhase | None:
     """Return the phase in which a layer called here runs; None for no checkpoint.
 
     Grad mode must be the caller's. A compiled checkpoint decides itself what is recomputed.
@@ -126,7 +126,7 @@ def current() -> Phase | None:
         node = private.current_node()
         return _REENTRANT if node is not None and "CheckpointFunction" in node.name() else None
     owner = getattr(hooks[0], "__self__", None)
-    if isinstance(owner, Phase):
+    if isinstance(owner, SavePhase):
         return owner
     stock = private.stock_phase(hooks[0])
     if stock is None:
@@ -135,7 +135,7 @@ def current() -> Phase | None:
 
 
 @contextmanager
-def outside_hooks_of(owner: Phase) -> Iterator[None]:
+def outside_hooks_of(owner: SavePhase) -> Iterator[None]:
     """Remove hooks on saved tensors meanwhile: the innermost ones, down to those of a phase."""
     removed: list[Hooks] = []
     while (hooks := private.top_hooks()) is not None:
@@ -223,7 +223,7 @@ def default_stock(around: Hooks | None) -> str:
     return ("offload" if is_offload else "checkpoint") if is_default else ""
 
 
-def of_layer() -> Phase | None:
+def phase_of_layer() -> SavePhase | None:
     """Return the phase of a layer, None where saved tensors go through no hooks but counting."""
     phase = current()
     if phase is None and not (private.SEES_HOOKS and only_count(private.top_hooks())):

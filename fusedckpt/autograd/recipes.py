@@ -277,7 +277,7 @@ def _uncompiled(stored: Stored) -> Tensor:
     return stored.read()
 
 
-def saving(view: View, x: Tensor, count: Count, run: Callable[[], Any]) -> Any:
+def saving_recipes(view: View, x: Tensor, count: Count, run: Callable[[], Any]) -> Any:
     """Return run(), which saves a view in place of x, and other tensors as they are.
 
     count: called with the tensors that are saved for it.

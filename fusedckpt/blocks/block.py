@@ -16,12 +16,12 @@ from fusedckpt.autograd import backward as autograd
 from fusedckpt.autograd import dispatch, levels, private
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import SEES_BATCHES
 from fusedckpt.autograd.tracker import active
 from fusedckpt.blocks import compiled, derive, eager, ops, reader, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
-from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.call import BlockCall
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.late import WeightRead, hand_over
 from fusedckpt.blocks.layer import Layer
@@ -40,7 +40,7 @@ class Block(torch.autograd.Function):
     """A call of a fused layer; its arguments after the phase are inputs, then parameters."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, phase: Phase | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: BlockCall, phase: SavePhase | None, *tensors: Any) -> Any:
         """Return the results; save the level's tensors that a wanted gradient reads."""
         needs = ctx.needs_input_grad[2:]
         if True not in needs:
@@ -55,7 +55,7 @@ class Block(torch.autograd.Function):
             params = [t if isinstance(t, Tensor) else None for t in params]
         if phase is not None and not call.program.saved_results:
             phase.enter(inputs + params, saved.product_metas)
-        compute = run.forward if call.is_unwatched or quantised else ops.forward
+        compute = run.forward if call.is_unwatched or quantised else ops.forward_op
         results = compute(call, saved.forward, tensors)
         to_save = inputs + list(map(results.__getitem__, saved.results)) + params
         # a selective checkpoint's recompute finds what its forward made, and no products
@@ -87,7 +87,7 @@ class Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the wanted gradients."""
-        call: Call = ctx.call
+        call: BlockCall = ctx.call
         begun = autograd.begin(ctx, *dys)
         if begun is None:
             return (None,) * (2 + len(call.metas))
@@ -100,7 +100,7 @@ class Block(torch.autograd.Function):
         like = dys[0] if dys[0] is not None else _first(dys)
         if torch.is_grad_enabled() or not SEES_BATCHES:
             return (None, None, *_twin_gradients(ctx, values, dys, wanted))
-        compute = run.backward if is_unwatched or ctx.quantised else ops.backward
+        compute = run.backward if is_unwatched or ctx.quantised else ops.backward_op
         if not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(
                 lambda element: run.backward(call, wanted, element, _first(element), values), dys
@@ -130,7 +130,7 @@ def _first(dys: Sequence[Tensor | None]) -> Tensor:
     return next(dy for dy in dys if dy is not None)
 
 
-def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
+def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) -> Any:
     """Run a call on its tensors, x first."""
     if call.num_seeds:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
@@ -144,7 +144,7 @@ def apply(call: Call, phase: Phase | None, x: Tensor, *tensors: Any) -> Any:
     read = x if call.input_dtype is None else x.to(call.input_dtype)
     function = partial(Block.apply, call, phase)
     if phase is None and (x.grad_fn is not None or active() is not None):
-        y = reader.apply(function, call, x, read, tensors)
+        y = reader.apply_with_view(function, call, x, read, tensors)
     else:
         y = function(read, *tensors)
     return x + y if call.adds_residual_outside else y
@@ -241,7 +241,7 @@ def _compiled(
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _check_twice(call: Call, values: dict[Any, Any], whole: Schedule) -> None:
+def _check_twice(call: BlockCall, values: dict[Any, Any], whole: Schedule) -> None:
     """Refuse second derivatives without a value that `whole` reads."""
     for name in whole.names("value"):
         if name not in values:
@@ -255,7 +255,7 @@ def _twin_gradients(
     ctx: Any, saved: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
 ) -> list[Tensor | None]:
     """Return gradients by the eager reference, as a graph that can be differentiated again."""
-    call: Call = ctx.call
+    call: BlockCall = ctx.call
     program = call.program
     like = _first(dys)
     count = call.num_inputs
@@ -263,7 +263,7 @@ def _twin_gradients(
         numbers = [index - count for index in ctx.saved.for_second_derivatives]
         saved = saved | dict(zip(numbers, ctx.for_second_derivatives.read(), strict=True))
     there = tuple([dy is not None for dy in dys])
-    whole = derive.backward(program, wanted, call.flags_of("inputs"), there)
+    whole = derive.backward_schedule(program, wanted, call.flags_of("inputs"), there)
     _check_twice(call, saved, whole)
     # a saved sum is differentiated in place of its summands
     firsts = program.saved_results or program.inputs

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd.dispatch import Context
-from fusedckpt.blocks.call import Call, Layout
+from fusedckpt.blocks.call import BlockCall, Layout
 from fusedckpt.blocks.operands import Parts, flat, refilled
-from fusedckpt.blocks.program import Program, Step
+from fusedckpt.blocks.program import Program, ProgramStep
 from fusedckpt.blocks.steps import Dropout, Gemm, Norm
 
 # the weights of the linears of each function; those of norm_linear are numbered
@@ -73,7 +73,7 @@ class Builder:
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
         self.dtype = dtype
-        self.steps: list[Step] = []
+        self.steps: list[ProgramStep] = []
         self.params: list[str] = []
         self.layouts: list[Layout] = []
         self.metas: list[Any] = []
@@ -95,7 +95,7 @@ class Builder:
         params: Sequence[Any] = (),
     ) -> str:
         """Add a step, and return the name of its output."""
-        self.steps.append(Step(op, out, tuple(reads), tuple(params)))
+        self.steps.append(ProgramStep(op, out, tuple(reads), tuple(params)))
         return out
 
     def norm(self, op: Norm, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:
@@ -162,7 +162,7 @@ class Builder:
         fields: Any,
         casts: bool = False,
         **options: Any,
-    ) -> Call:
+    ) -> BlockCall:
         """Return a call of the program; inputs: metas by name; fields: fields of the program.
 
         casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
@@ -181,7 +181,7 @@ class Builder:
         options |= {"quantised_params": tuple(self.quantised_params), "num_seeds": self.num_seeds}
         options["is_unwatched"] = self.context.is_unwatched
         metas = (*inputs.values(), *self.metas)
-        return Call(name, program, tuple(self.layouts), metas, **options)
+        return BlockCall(name, program, tuple(self.layouts), metas, **options)
 
 
 def flat_of(linears: Sequence[Parts]) -> list[Any]:

@@ -96,7 +96,7 @@ class SavePlan:
         self.constant = constant
 
 
-class Call:
+class BlockCall:
     """A checked call, planned once for calls that are alike."""
 
     def __init__(
@@ -232,14 +232,14 @@ class Call:
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
-        return derive.forward(self.program, products, self.chunks > 1)
+        return derive.forward_schedule(self.program, products, self.chunks > 1)
 
     def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
         """Return the schedule of a backward."""
         key = wanted, products, dys, donates
         if key not in self._backward:
             flags = (wanted, products, dys, donates, self.chunks > 1)
-            self._backward[key] = derive.backward(self.program, *flags)
+            self._backward[key] = derive.backward_schedule(self.program, *flags)
         return self._backward[key]
 
     @cached_property
@@ -268,4 +268,4 @@ class Call:
 
 
 # by key; a call lives as long as one may be run again
-CALLS: WeakValueDictionary[str, Call] = WeakValueDictionary()
+CALLS: WeakValueDictionary[str, BlockCall] = WeakValueDictionary()

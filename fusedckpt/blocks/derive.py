@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from fusedckpt.blocks import passes
-from fusedckpt.blocks.program import Gradient, Pass, Program, Step
+from fusedckpt.blocks.program import Gradient, Pass, Program, ProgramStep
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 from fusedckpt.blocks.writer import Flags, Schedule, Writer, label_of
 
@@ -50,7 +50,7 @@ class Walk(Writer):
         """Whether the gradient of a parameter is wanted."""
         return number is not None and self.wanted[number]
 
-    def wants(self, step: Step) -> tuple[str, ...]:
+    def wants(self, step: ProgramStep) -> tuple[str, ...]:
         """Return the slots of a step with wanted gradients."""
         reads = [f"r{i}" for i, name in enumerate(step.reads) if name in self.flows]
         params = [f"p{i}" for i, p in enumerate(step.params) if self.wants_param(p)]
@@ -58,7 +58,7 @@ class Walk(Writer):
 
     def run(self) -> None:
         """Walk back; a weight gradient waits for the pass that makes its input."""
-        waiting: list[tuple[Step, Pass, Node]] = []
+        waiting: list[tuple[ProgramStep, Pass, Node]] = []
         for step in reversed(self.program.steps):
             if step.out not in self.flows or not self.has_gradient(step.out):
                 continue
@@ -68,7 +68,7 @@ class Walk(Writer):
             for slot in set(wants).difference(*[step_pass.gives for step_pass in passes_of_step]):
                 # it is that of y
                 self.totals[step.at(slot)] = dy
-            due: list[tuple[Step, Pass, Node]] = []
+            due: list[tuple[ProgramStep, Pass, Node]] = []
             for step_pass in passes_of_step:
                 if step_pass.gives[0][0] == "p":
                     if self.sums.keys() >= set(map(step.at, step_pass.gives)):
@@ -129,7 +129,7 @@ class Walk(Writer):
         self.make(step)
         return self.nodes[value]
 
-    def emit(self, step: Step, step_pass: Pass, dy: Node) -> None:
+    def emit(self, step: ProgramStep, step_pass: Pass, dy: Node) -> None:
         """Write a pass."""
         if step_pass.gives[0] in ("r0", "p0"):
             self.count_gemm(step)
@@ -146,7 +146,7 @@ class Walk(Writer):
                 bias = self.bias_of(step.at(f"r{slot[1]}")) if slot[0] == "b" else None
                 self.add(step.at(slot) if bias is None else bias, node)
 
-    def given_to(self, step: Step, step_pass: Pass, dy: Node) -> Gradient:
+    def given_to(self, step: ProgramStep, step_pass: Pass, dy: Node) -> Gradient:
         """Return the tensors that a pass reads."""
         op = step.op
         reads = dict[str, Node]()
@@ -198,7 +198,7 @@ class Walk(Writer):
 
 
 @lru_cache(maxsize=4096)
-def backward(
+def backward_schedule(
     program: Program,
     wanted: Flags,
     products: Flags,
@@ -225,7 +225,7 @@ def backward(
 
 
 @lru_cache(maxsize=4096)
-def forward(program: Program, products: Flags, chunked: bool = False) -> Schedule:
+def forward_schedule(program: Program, products: Flags, chunked: bool = False) -> Schedule:
     """Derive a forward that returns the results and the products that are flagged.
 
     chunked: for chunks of rows, which belong in places of all rows.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.backward import define
 from fusedckpt.blocks import run
-from fusedckpt.blocks.call import CALLS, Call
+from fusedckpt.blocks.call import CALLS, BlockCall
 from fusedckpt.blocks.writer import Flags, Schedule
 
 # of the empty tensor in place of a gradient that is not wanted, or to which no result led: an op
@@ -22,13 +22,13 @@ from fusedckpt.blocks.writer import Flags, Schedule
 ABSENT_DIMS = 7
 
 
-def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
+def forward_op(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Run `run.forward` as one op."""
     return _forward_op(list(tensors), call.key, code.results[len(call.program.results) :])
 
 
-def backward(
-    call: Call,
+def backward_op(
+    call: BlockCall,
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
@@ -52,7 +52,7 @@ def backward(
     return grads
 
 
-def _forward_code(call: Call, products: Sequence[str]) -> Schedule:
+def _forward_code(call: BlockCall, products: Sequence[str]) -> Schedule:
     return call.forward(tuple([name in products for name in call.program.gemm_outputs]))
 
 
@@ -68,7 +68,7 @@ def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Ten
     return [x.new_empty(call.shape(x.shape, width), dtype=dtype) for width, dtype in sizes]
 
 
-def _flops(call: Call, code: Schedule) -> int:
+def _flops(call: BlockCall, code: Schedule) -> int:
     rows = math.prod(call.metas[0].shape[:-1])
     weights = call.metas[call.num_inputs :]
     return 2 * rows * sum(call.program.macs(weights[number].shape) for number in code.gemms)
@@ -78,7 +78,7 @@ def _flops_forward(tensors: Any, key: str, products: Any, **_: Any) -> int:
     return _flops(CALLS[key], _forward_code(CALLS[key], products))
 
 
-def _backward_code(call: Call, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
+def _backward_code(call: BlockCall, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
     flags = [name in products for name in call.program.gemm_outputs]
     return call.backward(tuple(wanted), tuple(flags), tuple([dy is not None for dy in dys]), False)
 

@@ -62,7 +62,7 @@ class Pass(NamedTuple):
     reads: tuple[str, ...] = ()
 
 
-class Step(NamedTuple):
+class ProgramStep(NamedTuple):
     """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one."""
 
     op: Any
@@ -84,7 +84,7 @@ class Program(NamedTuple):
     # names of the values that a call is given
     inputs: tuple[str, ...]
     # in the order of the forward
-    steps: tuple[Step, ...]
+    steps: tuple[ProgramStep, ...]
     # names of the values that it returns
     results: tuple[str, ...]
     # names of the parameters

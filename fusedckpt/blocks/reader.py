@@ -21,7 +21,7 @@ from fusedckpt.autograd.phases import uncounted
 from fusedckpt.autograd.recipes import Made, Stored, View, cast, unpack
 from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.blocks import ops, run
-from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.call import BlockCall
 from fusedckpt.kernels.norm import NormRule
 
 # the makers of results that blocks, and norms, save recipes of: a module that backward runs again
@@ -47,11 +47,11 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
 
 
 def _normalised(call: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    compute = run.forward if is_unwatched() else ops.forward
+    compute = run.forward if is_unwatched() else ops.forward_op
     return compute(call, call.forward(()), (x, *parameters))[0]
 
 
-def rule_of(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
+def rule_of_recipe(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
     """Return the rule of a fused norm that a recipe runs again, None for another recipe.
 
     Beside it: whether the norm has a weight, and a bias; the recipe's inputs are x and these.
@@ -66,8 +66,8 @@ def rule_of(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
     return step.rule, are_given
 
 
-def apply(
-    function: Callable[..., Any], call: Call, x: Tensor, read: Tensor, tensors: Sequence[Any]
+def apply_with_view(
+    function: Callable[..., Any], call: BlockCall, x: Tensor, read: Tensor, tensors: Sequence[Any]
 ) -> Any:
     """Run a block on `read`, which is x in its compute dtype; save the recipe of x, if any.
 
@@ -104,7 +104,7 @@ def _saving(view: View, function: Callable[..., Any], read: Tensor, tensors: Seq
         return y
 
 
-def _note(tracker: Tracker, call: Call, inputs: Sequence[Any], y: Any, first: int) -> None:
+def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, first: int) -> None:
     """Note the inputs that a block has saved, but for one with a recipe, and a norm's result."""
     if not isinstance(y, Tensor) or y.grad_fn is None:
         return

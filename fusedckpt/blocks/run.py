@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedckpt.autograd.private import below
-from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.call import BlockCall
 from fusedckpt.blocks.late import computed
 from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_matrix
@@ -50,7 +50,7 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]
 
 
-def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
+def forward(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Return the results of inputs and parameters, then the products that the schedule gives."""
     x = tensors[0]
     operands = dict(zip(call.names, tensors, strict=True))
@@ -72,7 +72,7 @@ def forward(call: Call, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
 
 
 def backward(
-    call: Call,
+    call: BlockCall,
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
@@ -105,7 +105,7 @@ def backward(
 
 
 def _arguments(
-    call: Call,
+    call: BlockCall,
     code: Schedule,
     operands: Mapping[Any, Any],
     dys: Sequence[Tensor | None] = (),
@@ -140,7 +140,7 @@ def _cut(code: Schedule, args: Sequence[Any], rows: slice) -> Iterator[Any]:
 
 
 def _backward_in_chunks(
-    call: Call, code: Schedule, args: list[Any], num_rows: int
+    call: BlockCall, code: Schedule, args: list[Any], num_rows: int
 ) -> list[Tensor | None]:
     """Return the gradients of inputs, on rows; and of parameters, summed over chunks."""
     count = call.num_inputs
@@ -163,7 +163,7 @@ def _backward_in_chunks(
 
 
 def _shaped(
-    call: Call, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
+    call: BlockCall, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
     """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
     # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.private import pytree
-from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.call import BlockCall
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _blocks_before(nodes: list[Any]) -> Iterator[Any]:
     while stack:
         node, is_done = stack.pop()
         if is_done:
-            if isinstance(getattr(node, "call", None), Call):
+            if isinstance(getattr(node, "call", None), BlockCall):
                 yield node
         elif node not in seen:
             seen.add(node)
@@ -116,7 +116,7 @@ def _layer_of(node: Any) -> LayerSchedule:
     return LayerSchedule(call.name, sizes, call.chunks, str(saved.forward), str(backward))
 
 
-def _bytes_of(call: Call, name: str) -> int:
+def _bytes_of(call: BlockCall, name: str) -> int:
     """Return the bytes of a value: of the row dimensions of the call, and of its own features."""
     if name in call.program.inputs:
         meta = call.metas[call.program.inputs.index(name)]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from fusedckpt.blocks.program import Program, Step
+from fusedckpt.blocks.program import Program, ProgramStep
 
 Flags = tuple[bool, ...]
 
@@ -71,7 +71,7 @@ class Writer:
             self.inputs[kind, key] = self._last
         return self.inputs[kind, key]
 
-    def params(self, step: Step) -> list[Node | None]:
+    def params(self, step: ProgramStep) -> list[Node | None]:
         """Return the nodes of a step's parameters."""
         return [None if p is None else self.given("param", p) for p in step.params]
 
@@ -105,17 +105,17 @@ class Writer:
             return node
         return self.call("to", node, dtype, dtype=dtype)
 
-    def reads(self, step: Step) -> list[Node]:
+    def reads(self, step: ProgramStep) -> list[Node]:
         """Return the nodes of a step's values, in the dtype that it reads."""
         first, *others = [self.nodes[name] for name in step.reads]
         return [self.cast(first, step.op.read_dtype), *others]
 
-    def make(self, step: Step) -> None:
+    def make(self, step: ProgramStep) -> None:
         """Write a step's forward."""
         self.count_gemm(step)
         self.keep(step.out, step.op.forward(self, self.reads(step), self.params(step))[0])
 
-    def count_gemm(self, step: Step) -> None:
+    def count_gemm(self, step: ProgramStep) -> None:
         """Note the GEMM of a linear."""
         if step.op.has_gemm:
             self.gemms.append(step.params[0])  # type: ignore[arg-type]  # it has a weight

@@ -131,7 +131,7 @@ def _wrapped(fn: Any, wrap: Callable[[Any], Any]) -> Any:
 
 
 @contextmanager
-def watched(see: Callable[[str], None]) -> Iterator[None]:
+def watching_functions(see: Callable[[str], None]) -> Iterator[None]:
     """Call `see` with the kind of each function of attention or of a mixer that is called."""
 
     def spying(kind: str, fn: Any) -> Any:

@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.autograd.phases import Phase
+from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
@@ -84,7 +84,7 @@ class Record(NamedTuple):
     states: Sequence[tuple[Callable[[Any], Any], Any]] = ()
 
 
-class Keeper(Phase):
+class Keeper(SavePhase):
     """A phase of our checkpoint, its forward or its recompute, in which regions are called."""
 
     # patterns of the names of regions that it saves
@@ -96,7 +96,7 @@ class Keeper(Phase):
     # the record of the forward, in a debugging checkpoint
     watch: WatchedRun | None = None
     # the phase around it, while it runs
-    around: Phase | None = None
+    around: SavePhase | None = None
     # the regions that were called, in the order of their calls
     records: list[Record]
     # the places of saved tensors that no recompute brings back
@@ -132,7 +132,7 @@ class Keeper(Phase):
         """Take from the inputs of a region the tensors that are derived from them."""
 
 
-class _Inside(Phase):
+class _Inside(SavePhase):
     """The phase inside a region, in which layers save the tensors of their level."""
 
     def __init__(self, keeper: Keeper):

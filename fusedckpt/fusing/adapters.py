@@ -119,7 +119,7 @@ def adapted(layer: nn.Module, weight: Any) -> Any:
     return weight
 
 
-def described(module: nn.Module) -> Hashable:
+def described_layers(module: nn.Module) -> Hashable:
     """Return the state of the adapters below a module, equal for modules with adapters alike."""
     return tuple(
         (path, in_the_way(layer), *(_sizes(layer, name) for name in _active(layer)))

@@ -62,7 +62,7 @@ class Again:
         return self._forward(*args[:count], **kwargs)
 
 
-def recomputed(
+def recomputed_call(
     module: nn.Module,
     forward: Callable[..., Any],
     x: Tensor,

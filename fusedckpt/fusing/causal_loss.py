@@ -209,10 +209,10 @@ class FusedCausalModel(nn.Module):
         if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(_ALWAYS):
             return False
         if dispatch.has_hooks(head):
-            fallbacks.note(head, NotFused("hook", "its output embedding"))
+            fallbacks.note_fallback(head, NotFused("hook", "its output embedding"))
             return False
         if isinstance(reason := self.__dict__.get(_MAPPING), str):
-            fallbacks.note(head, NotFused("logits", reason))
+            fallbacks.note_fallback(head, NotFused("logits", reason))
             return False
         if not _is_causal_loss(super().loss_function):  # type: ignore[misc]
             return False
@@ -250,7 +250,7 @@ class FusedCausalModel(nn.Module):
         output = run()
         reason = f"{type(self).__name__} {reason}"
         self.__dict__[_MAPPING] = reason
-        fallbacks.note(head, NotFused("logits", reason))
+        fallbacks.note_fallback(head, NotFused("logits", reason))
         warnings.warn(f"fuse(head=True): {reason}: it computes its logits as before", stacklevel=3)
         return output
 

@@ -51,7 +51,7 @@ _ROW_NORMS = {
 }
 
 
-def statistics(
+def chain_statistics(
     func: Any, x: Tensor, num_groups: int, inputs: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the mean and the inverse deviation that a norm saved, [] where no kernel reads them.
@@ -134,7 +134,7 @@ class _Chain:
         return view.read()
 
 
-def run(made: Made) -> Sequence[Tensor] | None:
+def run_chain(made: Made) -> Sequence[Tensor] | None:
     """Return the result of the chain that ends in a recipe, None where no kernel makes it."""
     if len(made.layouts) != 1 or not made.inputs:
         return None
@@ -264,7 +264,7 @@ class _RowNorm(NamedTuple):
 
 
 def _row_norm(made: Made) -> _RowNorm | None:
-    fused = reader.rule_of(made)
+    fused = reader.rule_of_recipe(made)
     if fused is not None:
         rule, are_given = fused
         remaining = iter(made.inputs[1:])
@@ -343,7 +343,7 @@ def _gated_sum(end: _Call) -> Callable[[], Tensor] | None:
         )
         are_alike = {(v.size, v.stride) for v in (branch, residual)} == {layout[:2]}
         dtypes = {_dtype_of(v) for v in (branch, gate, residual)}
-        places = chains.places_of(gates, probe) if are_alike else None
+        places = chains.operand_places_of(gates, probe) if are_alike else None
         if places is not None and dtypes == {layout[2]}:
             return partial(_launch_sum, end.made, product.made, (residual, branch, gate), places)
     return None

@@ -22,10 +22,10 @@ from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
 from fusedckpt.fusing import sharing
-from fusedckpt.fusing.again import needs_gradient, recomputed
+from fusedckpt.fusing.again import needs_gradient, recomputed_call
 from fusedckpt.fusing.held import MARK, Held, MatchedBlock, Original, Part, broken
-from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linears_of, tensors_of
-from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, view_of
+from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linear_tensors_of, linears_of
+from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -129,7 +129,7 @@ class Swapped(nn.Module):
             y = self._fused(*tensors) if is_taken else NotFused("arguments")
             if not isinstance(y, NotFused):
                 return y
-            fallbacks.note(self, y)
+            fallbacks.note_fallback(self, y)
         if self._fusedckpt_sharding is not None and len(tensors) == 1:
             return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
         return super().forward(*args, **kwargs)
@@ -240,7 +240,7 @@ class FusedFeedForward(nn.Module):
         y = NotFused("arguments") if dispatch.is_recorded(x) else _mlp(self, original, x)
         if not isinstance(y, NotFused):
             return y
-        fallbacks.note(self, y)
+        fallbacks.note_fallback(self, y)
         return original(x)
 
 
@@ -261,12 +261,12 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
             count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
             run = partial(sharded.on_dtensors, original, sharding=sharding)
             return compiled.run(run, tuple(range(count)), x)
-    tensors = broken(module, match.held) or tensors_of(module, match, x, sharding)
+    tensors = broken(module, match.held) or linear_tensors_of(module, match, x, sharding)
     if isinstance(tensors, NotFused):
         runs_again = tensors.key == "dropout" and sharding is None and torch.is_grad_enabled()
         if runs_again and dispatch.are_plain(x) and level != "preact":
             return (
-                recomputed(module, original, x, (x,))
+                recomputed_call(module, original, x, (x,))
                 if needs_gradient(module, (x,))
                 else original(x)
             )
@@ -295,7 +295,7 @@ def _shares(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear and its activation are layers that save a recipe of this input."""
     kinds = [type(layer) for layer in module._modules.values()]
     are_all = (any(issubclass(k, ours) for k in kinds) for ours in (SharedLinear, SharedActivation))
-    return len(kinds) > 1 and all(are_all) and view_of(x) is not None
+    return len(kinds) > 1 and all(are_all) and shared_view_of(x) is not None
 
 
 def of_chunks(chunks: int | None) -> list[str]:

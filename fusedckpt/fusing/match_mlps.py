@@ -24,7 +24,7 @@ from fusedckpt.fusing.recomputed import RERUN, Recomputed
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.kernels.activations import name_of
+from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs
 
@@ -58,7 +58,7 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
 
 def recomputed_swap(module: nn.Module) -> Swap | None:
     """Return the swap of a module of one input that can be run again, as it reads simple state."""
-    if not _may_be(module) or reasons.kind_of(module) != "mlp" or reasons.of_parts(module):
+    if not _may_be(module) or reasons.looks_like(module) != "mlp" or reasons.of_parts(module):
         return None
     recordings = [_first_recording(module)]
     if recordings[0].y is None:
@@ -156,7 +156,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, NotFused):
-        is_one = reasons.kind_of(module) or (is_bent(first) and reasons.acts_beside(module))
+        is_one = reasons.looks_like(module) or (is_bent(first) and reasons.acts_beside(module))
         return block if is_one else None
     width = first.shapes[0][-1:]
     recordings = [first]
@@ -260,7 +260,10 @@ def blocks_of(
         if run.kind == "layer":
             continue
         name, linear = next((n, m) for n, m in run.layers.items() if isinstance(m, nn.Linear))
-        parts = [name_of(layer) or f"nn.{type(layer).__name__}" for layer in run.layers.values()]
+        parts = [
+            activation_name_of(layer) or f"nn.{type(layer).__name__}"
+            for layer in run.layers.values()
+        ]
         kind = "mlp" if run.kind == "mlp" else "linear"
         change = f"{' + '.join(parts)} -> {run.kind}"
         change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""

@@ -75,7 +75,7 @@ def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
-        return stop if eps is not None or reasons.kind_of(module) == "norm" else None
+        return stop if eps is not None or reasons.looks_like(module) == "norm" else None
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
     unknown = (BUFFER_OP, FOREIGN_OP)
     if any(node.op in unknown for recording in recordings for node in recording.nodes):

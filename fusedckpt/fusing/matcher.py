@@ -49,7 +49,7 @@ class Matcher:
             obstacle = _of_adapters(module) or unfit(module, swap.attributes, [*module.modules()])
             return obstacle or self._check(adapters.rebuilt(module, adapters.dense), swap)
 
-        return self._once((kind, adapters.described(module)), bare, find)
+        return self._once((kind, adapters.described_layers(module)), bare, find)
 
     def _rerun(self, module: nn.Module, bare: nn.Module) -> Swap | None:
         """Return the swap of an MLP that no program computes, where it saves much less."""

@@ -64,7 +64,7 @@ def dropped(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
     return functional.dropout(y, rate) if rate else y
 
 
-def tensors_of(
+def linear_tensors_of(
     module: nn.Module, match: MLPMatch, x: Tensor, sharding: Sharding | None
 ) -> list[Linear] | NotFused:
     """Return the tensors of a block's linears, or why the call is not the matched one.

@@ -168,7 +168,7 @@ def of_module(module: nn.Module, kind: str, reason: NotFused | None) -> NotFused
     return NotFused("experts" if is_mixture else "beside")
 
 
-def kind_of(module: nn.Module) -> str | None:
+def looks_like(module: nn.Module) -> str | None:
     """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
     if _is_norm(module):
         return "norm"

@@ -25,7 +25,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.recipes import Leaf, Stored, View, key_of, tensors_in, unpack
 from fusedckpt.autograd.replay import Replay
 from fusedckpt.autograd.tracker import Tracker
-from fusedckpt.fusing.chain_kernels import statistics
+from fusedckpt.fusing.chain_kernels import chain_statistics
 from fusedckpt.fusing.cheap import KINDS, SAVES_NOTHING, WRITES
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
@@ -258,7 +258,7 @@ def _statistics(
     func: Any, x: Tensor, num_groups: int, inputs: Sequence[Tensor], saved: Any
 ) -> list[Tensor]:
     """Return the statistics that a norm saved, for a kernel that runs it again without them."""
-    return statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
+    return chain_statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
 
 
 def _pack(packed: list[tuple[Stored, Tensor]], tensor: Tensor) -> Stored:

@@ -21,7 +21,7 @@ from fusedckpt.fusing.fuse_report import RECIPES
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
 
-KERNELS.append(chain_kernels.run)
+KERNELS.append(chain_kernels.run_chain)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.fusing.again import needs_gradient, recomputed
+from fusedckpt.fusing.again import needs_gradient, recomputed_call
 from fusedckpt.fusing.forwards import Swapped
 from fusedckpt.fusing.held import MatchedBlock, broken
 from fusedckpt.fusing.operands import MLPMatch
@@ -78,12 +78,12 @@ class Recomputed(Swapped):
         if obstacle is None and seen is not None and seen[0] == (way, x.shape):
             obstacle = NotFused(seen[1])
         if obstacle is not None:
-            fallbacks.note(self, obstacle)
+            fallbacks.note_fallback(self, obstacle)
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt_match is not None
         regions = () if is_mlp else (NAME, SCAN)
         draws = self.training, not is_mlp
-        y = recomputed(self, forward, x, values, tuple(kwargs), regions=regions, draws=draws)
+        y = recomputed_call(self, forward, x, values, tuple(kwargs), regions=regions, draws=draws)
         if not is_mlp:
             self._look_at(x, y, way)
         return y
@@ -143,7 +143,7 @@ class Recomputed(Swapped):
             if reason is not None and reason[0] != "again":
                 self.__dict__[SEEN] = (way, x.shape), reason[0]
             if reason is not None:
-                fallbacks.note(self, reason)
+                fallbacks.note_fallback(self, reason)
             elif not dispatch.has_hooks(self):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_made_again, weakref.ref(segment), place)

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fusedckpt.autograd.dispatch import is_plain
 from fusedckpt.autograd.private import pytree, storage_key
-from fusedckpt.checkpointing.attention import NAME, watched
+from fusedckpt.checkpointing.attention import NAME, watching_functions
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.fusing.mixing import innermost
@@ -94,7 +94,7 @@ class _Seen:
         )
         counting = torch.autograd.graph.saved_tensors_hooks(self._count, _refuse)
         try:
-            with undisturbed(device), counting, watched(self._see):
+            with undisturbed(device), counting, watching_functions(self._see):
                 model(*args, **kwargs)
         finally:
             for hook in hooks:

@@ -31,7 +31,7 @@ from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.fusing.recipe_mode import every_function
 
 
-def view_of(x: Any, *makers: str) -> View | None:
+def shared_view_of(x: Any, *makers: str) -> View | None:
     """Return how to read a result of a fused norm, or of other makers; None for other tensors."""
     if torch.compiler.is_compiling():
         return None
@@ -46,7 +46,7 @@ def view_of(x: Any, *makers: str) -> View | None:
 def reading(x: Tensor, run: Callable[[], Any]) -> Any:
     """Return run(), which saves its argument x, or the recipe of x, if there is one."""
     tracker = None if torch.compiler.is_compiling() else active()
-    view = view_of(x) if tracker is None else tracker.view_of(x) or view_of(x)
+    view = shared_view_of(x) if tracker is None else tracker.view_of(x) or shared_view_of(x)
     if view is not None:
         return _saving(view, x, run)
     y = run()
@@ -59,7 +59,7 @@ def _saving(view: View, x: Tensor, run: Callable[[], Any]) -> Any:
     with uncounted() as count:
         if private.top_hooks() is not None or not x.is_contiguous():
             return run()
-        return recipes.saving(view, x, count, run)
+        return recipes.saving_recipes(view, x, count, run)
 
 
 class Shared(nn.Module):
@@ -74,7 +74,7 @@ class Shared(nn.Module):
         """Run the layer's own forward; save the recipe of the input, if that is known."""
         forward = super().forward
         if len(args) == 1 and not kwargs:
-            view = view_of(args[0], *self._fusedckpt_reads)
+            view = shared_view_of(args[0], *self._fusedckpt_reads)
             if view is not None and not dispatch.is_recorded(args[0]):
                 return self._shared(args[0], view, forward)
         return forward(*args, **kwargs)

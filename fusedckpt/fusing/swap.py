@@ -189,7 +189,9 @@ class _Blocks:
                 return swap
         # name it, if it is one that could have been
         is_experts = holds_experts(module)
-        kind = "experts" if is_experts else reasons.kind_of(module) or next(iter(obstacles), None)
+        kind = (
+            "experts" if is_experts else reasons.looks_like(module) or next(iter(obstacles), None)
+        )
         if kind is not None and wanted.has(name, kind):
             reason = obstacles.get(kind) or (obstacles.get("mlp") if kind == "linear" else None)
             reason = reasons.of_module(module, kind, reason)

@@ -74,7 +74,7 @@ class FusedTail(FusedMLP):
         y: Any = super()._fused(n) if isinstance(n, Tensor) else NotFused("arguments")
         if isinstance(y, NotFused):
             # noted here, as the layers before have run
-            fallbacks.note(self, y)
+            fallbacks.note_fallback(self, y)
             y = self._original(n)
         return self._called(tail.after, y)
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from fusedckpt.fusing.swap import fuse
 from fusedckpt.integrations.first_batch import at_first_batch
 
-__all__ = ["FuseCallback"]
+__all__ = ["LightningFuseCallback"]
 
 
-class FuseCallback(Callback):
+class LightningFuseCallback(Callback):
     """Fuse a LightningModule when `fit` begins, and plan and report on the first batch.
 
-        Trainer(callbacks=[FuseCallback(save="preact", module="model", report=True)])
+        Trainer(callbacks=[LightningFuseCallback(save="preact", module="model", report=True)])
 
     It fuses the layers that the module's `__init__` built, before DDP and FSDP; a model that
     `configure_model` builds is fused there, by `fusedckpt.fuse`.

@@ -12,7 +12,7 @@ from torch import nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.operands import NormSpec
-from fusedckpt.kernels.activations import ACTIVATIONS, name_of
+from fusedckpt.kernels.activations import ACTIVATIONS, activation_name_of
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
@@ -45,7 +45,7 @@ def _letter(layer: Any) -> str:
     elif letter == "d":
         fits = isinstance(layer.p, (int, float)) and 0 <= layer.p <= 1
     else:
-        fits = letter in "-i" or name_of(layer) is not None
+        fits = letter in "-i" or activation_name_of(layer) is not None
     return letter if fits else "-"
 
 

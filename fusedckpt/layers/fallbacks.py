@@ -145,7 +145,7 @@ class NotFused(NamedTuple):
         return WORDS[self.key][1]
 
 
-def note(module: nn.Module, reason: tuple[str, Any]) -> None:
+def note_fallback(module: nn.Module, reason: tuple[str, Any]) -> None:
     """Note why a call did not run fused; calls without gradients save nothing and are not noted."""
     if torch.is_grad_enabled() and not dispatch.is_recorded(None):
         module.__dict__[NOTE] = reason

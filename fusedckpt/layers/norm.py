@@ -66,7 +66,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         if y is not None:
             return y
     if is_own:
-        fallbacks.note(norm, fallbacks.unplain(x, weight=weight, bias=bias))
+        fallbacks.note_fallback(norm, fallbacks.unplain(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
 
 

@@ -13,7 +13,7 @@ from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
-from fusedckpt.kernels.activations import name_of
+from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
 
@@ -102,7 +102,7 @@ class Sequential(nn.Sequential):
                 if dispatch.are_plain(input):
                     input = _computed(run.kind, layers, input, self.save, self.chunks)
                     continue
-                fallbacks.note(self, fallbacks.unplain(input))
+                fallbacks.note_fallback(self, fallbacks.unplain(input))
             for layer in layers:
                 input = layer(input)
         return input
@@ -213,7 +213,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
         "Sequential" if norms else kind,
         "Sequential",
         Linears(_WEIGHTS[kind]),
-        name_of(acts[0]) if acts else None,
+        activation_name_of(acts[0]) if acts else None,
         norm,
         kinds,
         norms[0].normalized_shape if norms else None,

@@ -56,14 +56,14 @@ def without(chain: Chain) -> Chain:
     return replace(chain, to_host=0.0, to_device=0.0)
 
 
-class Choice(NamedTuple):
+class OffloadChoice(NamedTuple):
     """A plan, and why none of its segments offloads its input; "" where some do."""
 
     outcome: Outcome
     declined: str
 
 
-def choose(chain: Chain, limit: float) -> Choice:
+def choose(chain: Chain, limit: float) -> OffloadChoice:
     """Return the fastest plan within a limit, with offload where no other plan is as fast.
 
     Raises:
@@ -71,17 +71,19 @@ def choose(chain: Chain, limit: float) -> Choice:
     """
     kept_on_device = without(chain)
     if by_rule(kept_on_device, "none").peak <= limit:
-        return Choice(solve(kept_on_device, limit), "the budget fits without it")
+        return OffloadChoice(solve(kept_on_device, limit), "the budget fits without it")
     offloading = solve(chain, limit)
     try:
         plain = solve(kept_on_device, limit)
     except ValueError:
         # nothing else fits
-        return Choice(offloading, "")
+        return OffloadChoice(offloading, "")
     count = sum(item.offloads for item in offloading.items)
     if not count or offloading.extra > _MARGIN * plain.extra:
         told = f"another plan costs {plain.extra:.2f} ms"
-        return Choice(plain, f"{told}, with it {offloading.extra:.2f} ms" if count else told)
+        return OffloadChoice(plain, f"{told}, with it {offloading.extra:.2f} ms" if count else told)
     if count < FEWEST:
-        return Choice(plain, f"it pays from {FEWEST} segments on, the plan would have {count}")
-    return Choice(offloading, "")
+        return OffloadChoice(
+            plain, f"it pays from {FEWEST} segments on, the plan would have {count}"
+        )
+    return OffloadChoice(offloading, "")

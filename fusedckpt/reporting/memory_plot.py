@@ -27,7 +27,7 @@ _KINDS = {
 }
 
 
-def draw(report: MemoryReport, path: str | Path) -> None:
+def draw_memory(report: MemoryReport, path: str | Path) -> None:
     """Write the figure in the format that the path's ending names."""
     rect, title = (0.005, 0.01, 0.99, 0.86), f"{report.model} on {report.device}"
     with panels(path, "MemoryReport.plot", rect, width_ratios=(5, 6)) as (figure, axes):

@@ -27,11 +27,11 @@ from fusedckpt.memory import (
 )
 from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.left_graphs import LeftGraphs
-from fusedckpt.reporting.memory_plot import draw
+from fusedckpt.reporting.memory_plot import draw_memory
 from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, default_loss, optimizers_of
 from fusedckpt.reporting.tables import Row, size, table
-from fusedckpt.reporting.timeline import Block, Moment, Watch, read
+from fusedckpt.reporting.timeline import HeldBlock, Moment, Watch, read
 from fusedckpt.reporting.trial import tensors_of, trial
 
 # modules shown; the rest is summed
@@ -165,7 +165,10 @@ class MemoryReport:
         if self.fused:
             lines += ["", table(_FUSED, _fused_rows(self.fused), numbers=(2, 3))]
         if self.recipes:
-            lines += ["", table(recipe_groups.HEADS, recipe_groups.rows_of(self.recipes), (1, 2))]
+            lines += [
+                "",
+                table(recipe_groups.HEADS, recipe_groups.report_rows_of(self.recipes), (1, 2)),
+            ]
         return "\n".join(lines)
 
     def plot(self, path: str | Path) -> None:
@@ -173,7 +176,7 @@ class MemoryReport:
 
         The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
         """
-        draw(self, path)
+        draw_memory(self, path)
 
 
 def report(
@@ -298,7 +301,7 @@ def _taken(
         with saved_tensors(held, watch.current) as saved, calls.hooked(), choices() as noted:
             found.append(saved)
             yield
-        recipes = recipe_groups.grouped(noted)
+        recipes = recipe_groups.grouped_recipes(noted)
 
     def made(tensors: list[Tensor]) -> None:
         # beside these, memory that lives on from the forward was kept by other means
@@ -311,7 +314,7 @@ def _taken(
     return found[0], recipes
 
 
-def _by_module(blocks: Iterable[Block]) -> dict[str, int]:
+def _by_module(blocks: Iterable[HeldBlock]) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for block in blocks:
         counts[block.module] += block.nbytes

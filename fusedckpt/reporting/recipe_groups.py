@@ -27,7 +27,7 @@ class RecipeGroup:
     nbytes: int
 
 
-def grouped(choices: Iterable[Choice]) -> tuple[RecipeGroup, ...]:
+def grouped_recipes(choices: Iterable[Choice]) -> tuple[RecipeGroup, ...]:
     """Return the groups of a forward's tensors, those that are saved first, by their sizes."""
     sizes: dict[tuple[tuple[str, ...], bool], dict[int, int]] = {}
     for choice in choices:
@@ -43,7 +43,7 @@ def grouped(choices: Iterable[Choice]) -> tuple[RecipeGroup, ...]:
     return tuple(sorted(groups, key=lambda group: (not group.is_cut, -group.nbytes)))
 
 
-def rows_of(groups: Sequence[RecipeGroup]) -> list[Row]:
+def report_rows_of(groups: Sequence[RecipeGroup]) -> list[Row]:
     """Return a row of HEADS for each group."""
     rows = [
         (

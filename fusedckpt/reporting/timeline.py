@@ -49,7 +49,7 @@ class Moment(NamedTuple):
     optimizer_bytes: int = 0
 
 
-class Block(NamedTuple):
+class HeldBlock(NamedTuple):
     """Memory that a module allocated."""
 
     address: int
@@ -66,16 +66,16 @@ class Term(NamedTuple):
     until: the index of the moment of that. total: the sum, None where that is the other gradient.
     """
 
-    block: Block
+    block: HeldBlock
     until: int
-    total: Block | None
+    total: HeldBlock | None
 
 
-class Reading(NamedTuple):
+class TimelineReading(NamedTuple):
     """A step's moments, and the blocks of its forward that live when backward begins."""
 
     moments: list[Moment]
-    held: list[Block]
+    held: list[HeldBlock]
 
 
 class Watch:
@@ -147,7 +147,7 @@ class _Item(NamedTuple):
     content: Any
 
 
-def read(profile: Profile, resident: int, gradients: Collection[int] = ()) -> Reading:
+def read(profile: Profile, resident: int, gradients: Collection[int] = ()) -> TimelineReading:
     """Read one step from a profile, where `resident` bytes lived at its start.
 
     gradients: addresses of the gradients that the step leaves.
@@ -159,7 +159,7 @@ def read(profile: Profile, resident: int, gradients: Collection[int] = ()) -> Re
         getattr(reader, item.kind)(item.content)
         if reader.phase_name and item.kind in ("memory", "phase"):
             reader.note(item.time_ns - items[0].time_ns)
-    return Reading(reader.with_gradients(gradients), reader.held)
+    return TimelineReading(reader.with_gradients(gradients), reader.held)
 
 
 class _Reader:
@@ -168,14 +168,14 @@ class _Reader:
     def __init__(self, resident: int):
         self.moments: list[Moment] = []
         # the blocks that live when backward begins
-        self.held: list[Block] = []
+        self.held: list[HeldBlock] = []
         self.phase_name = ""
         self._live, self._optimizer = resident, 0
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, HeldBlock] = {}
         self._terms: list[Term] = []
         # whether the engine has added gradients up after the node that runs, and the last new sum
         self._adds = False
-        self._total: Block | None = None
+        self._total: HeldBlock | None = None
         self._running: list[str] = []
         # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
@@ -197,7 +197,7 @@ class _Reader:
         """Take an allocation or a free."""
         address, nbytes = change.address, change.nbytes
         if nbytes > 0:
-            block = Block(address, nbytes, self.phase_name, self.module, len(self.moments))
+            block = HeldBlock(address, nbytes, self.phase_name, self.module, len(self.moments))
             self._blocks[address] = self._total = block
         else:
             block = self._blocks.pop(address)

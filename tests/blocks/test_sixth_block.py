@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
-from fusedckpt.blocks.call import Call
+from fusedckpt.blocks.call import BlockCall
 from fusedckpt.blocks.operands import NormSpec, Parts, norm_rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
@@ -31,7 +31,7 @@ SAVED = {
 }
 
 
-def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> Call:
+def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> BlockCall:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype

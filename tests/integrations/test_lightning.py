@@ -11,7 +11,7 @@ import fusedckpt
 lightning = pytest.importorskip("lightning.pytorch")
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="the Trainer is told to use a CPU")
 
-from fusedckpt.integrations.lightning import FuseCallback  # noqa: E402  # where lightning is
+from fusedckpt.integrations.lightning import LightningFuseCallback  # noqa: E402  # where lightning is
 
 PLAN = {"policy": "all", "progress": False}
 
@@ -76,7 +76,7 @@ class Before(lightning.Callback):
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_fit(tmp_path, precision):
     seen, before = [], Before()
-    callback = FuseCallback(module="model", plan=PLAN, report=True, log=seen.append)
+    callback = LightningFuseCallback(module="model", plan=PLAN, report=True, log=seen.append)
     found, module, trainer = fit(tmp_path, callback, before, precision=precision)
     assert before.seen == [fusedckpt.Sequential] * 3
     assert [type(one).__name__ for one in seen] == ["FuseReport", "Plan", "MemoryReport"]

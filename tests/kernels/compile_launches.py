@@ -67,7 +67,7 @@ def chained() -> None:
         chains.modulated_norm(x, w, None, parts, None, 4096, rms)
         gate = parts[:, None]
         branch = x.view(2, 4096, n)
-        places = chains.places_of(gate, branch)
+        places = chains.operand_places_of(gate, branch)
         assert places is not None
         chains.gated_sum(branch, branch, gate, places)
         x, w = meta(8, 320, 64, 64, dtype=dtype), meta(320, dtype=dtype)

@@ -7,7 +7,7 @@ import torch
 from support import DEVICE, HALF, launches
 from torch import nn
 
-from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL, name_of
+from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL, activation_name_of
 from fusedckpt.kernels.linear import HiddenGrad, hidden, hidden_grad
 from fusedckpt.kernels.runtime import HAS_TRITON
 
@@ -136,7 +136,7 @@ def test_names_of_transformers():
 def test_modules_of_torch():
     named = {name: act.module for name, act in ACTIVATIONS.items() if act.module}
     for name, module in named.items():
-        assert name_of(module(**ACTIVATIONS[name].module_state)) == name
-    assert name_of(nn.ReLU(inplace=True)) == "relu"
+        assert activation_name_of(module(**ACTIVATIONS[name].module_state)) == name
+    assert activation_name_of(nn.ReLU(inplace=True)) == "relu"
     for module in (nn.LeakyReLU(0.2), nn.Softplus(2.0), nn.ELU(), nn.Identity(), nn.Linear(1, 1)):
-        assert name_of(module) is None
+        assert activation_name_of(module) is None

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedckpt.kernels.chains import is_channels_last, places_of
+from fusedckpt.kernels.chains import is_channels_last, operand_places_of
 from tests.ptx.chain_cases import chain_cases
 from tests.ptx.judging import judge
 
@@ -35,7 +35,7 @@ def test_a_chain_obeys_the_error_rule(name):
 def test_a_gate_lies_where_broadcasting_says(size, gate):
     like = torch.zeros(size)
     values = torch.arange(1.0, 1 + torch.Size(gate).numel()).view(gate)
-    place = places_of(values, like)
+    place = operand_places_of(values, like)
     assert place is not None
     i = torch.arange(like.numel())
     found = values.flatten()[i // place.span * place.stride + i // place.step % place.width]
@@ -45,9 +45,9 @@ def test_a_gate_lies_where_broadcasting_says(size, gate):
 def test_other_gates_are_refused():
     like = torch.zeros(2, 5, 3, 7)
     for gate in (torch.zeros(5, 1, 7), torch.zeros(7, 3).t(), torch.zeros(4, 7)):
-        assert places_of(gate, like) is None
-    assert places_of(torch.zeros(7), like.transpose(1, 2)) is None
-    assert places_of(torch.zeros(7), like[:0]) is None
+        assert operand_places_of(gate, like) is None
+    assert operand_places_of(torch.zeros(7), like.transpose(1, 2)) is None
+    assert operand_places_of(torch.zeros(7), like[:0]) is None
     assert is_channels_last(like.contiguous(memory_format=torch.channels_last))
     assert not is_channels_last(like)
     assert not is_channels_last(like.transpose(2, 3))

@@ -78,7 +78,7 @@ def gated(kind: str, size: tuple[int, ...], gate_size: tuple[int, ...]) -> Resul
         gate = torch.randn(gate_size[0], 2, *gate_size[1:], dtype=dtype)[:, 1]
     else:
         gate = torch.randn(gate_size, dtype=dtype)
-    places = chains.places_of(gate, branch)
+    places = chains.operand_places_of(gate, branch)
     assert places is not None
     y = chains.gated_sum(residual, branch, gate, places)
     return beside([y], lambda r, b, g: [r + g * b], residual, branch, gate)
