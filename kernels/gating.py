@@ -18,6 +18,9 @@ from .runtime import is_exact, load, store, tl, triton
 
 # a warp covers a row of it, 8 elements a thread
 TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
+# the derivative of clamp at a limit itself: torch 2.14 changed it from 1 to 0
+LIMIT_PASSES = torch.__version__ < (2, 14)
+PASSES = tl.constexpr(LIMIT_PASSES)
 
 
 class ClampedSwiGLU(NamedTuple):
@@ -96,8 +99,9 @@ def gate_values(
         factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
         s, rest = sigmoids(ALPHA * low, EXACT)
         value = low * s
-        dgate = tl.where(gate <= LIMIT, dh * factor * (s + ALPHA * value * rest), 0.0)
-        dup = tl.where(tl.abs(up) <= LIMIT, dh * value, 0.0)
+        dgate = dh * factor * (s + ALPHA * value * rest)
+        dgate = tl.where(gate <= LIMIT if PASSES else gate < LIMIT, dgate, 0.0)
+        dup = tl.where(tl.abs(up) <= LIMIT if PASSES else tl.abs(up) < LIMIT, dh * value, 0.0)
         h = value * factor
     return h, dgate, dup
 
@@ -341,5 +345,6 @@ def _write_grads(
     # gate sigmoid(alpha gate) is silu(alpha gate) / alpha
     dgate = aten.silu_backward(dvalue, gate.clamp(max=gating.limit) * gating.alpha)
     # of a NaN too the gradient is zero, as torch's clamp has it
-    to[0].copy_(dgate.masked_fill_((gate <= gating.limit).logical_not_(), 0))
-    to[1].copy_(dfactor.masked_fill_((up.abs() <= gating.limit).logical_not_(), 0))
+    passes = torch.le if LIMIT_PASSES else torch.lt
+    to[0].copy_(dgate.masked_fill_(passes(gate, gating.limit).logical_not_(), 0))
+    to[1].copy_(dfactor.masked_fill_(passes(up.abs(), gating.limit).logical_not_(), 0))
