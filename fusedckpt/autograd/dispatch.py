@@ -199,6 +199,15 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     return by_function
 
 
+class Operand(NamedTuple):
+    """A tensor of a call."""
+
+    # the argument, in errors
+    name: str
+    # whether it may be None
+    is_optional: bool = False
+
+
 class Decided(Protocol):
     """A record of options that `decide` plans calls of; `blocks/layer.py` tells the whole story."""
 
@@ -213,8 +222,8 @@ class Decided(Protocol):
         ...
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of a call's tensors, x first; "?" ends that of one that may be None."""
+    def operands(self) -> tuple[Operand, ...]:
+        """Return the tensors of a call, x first."""
         ...
 
     def check(self, override: str | None, /) -> Any:
@@ -304,8 +313,9 @@ def _checked(options: Any, context: Context, metas: Any) -> Decision:
 def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decision:
     level = levels.override.level
     is_own = options.is_module and not are_plain(*tensors)
-    named = zip([key.rstrip("?") for key in options.names], tensors, strict=True)
-    if is_own or not takes_all(options.name, {key: t for key, t in named if t is not None}):
+    pairs = zip(options.operands, tensors, strict=True)
+    by_name = {operand.name: t for operand, t in pairs if t is not None}
+    if is_own or not takes_all(options.name, by_name):
         options.check(level)
         return Decision(is_own=is_own)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedckpt.autograd.dispatch import Context
+from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks.call import BlockCall, Layout
 from fusedckpt.blocks.operands import Parts, flat, refilled
 from fusedckpt.blocks.program import Program, ProgramStep
@@ -45,14 +45,14 @@ class Linears(NamedTuple):
         return self.keys[-1] if self.function in ("mlp", "gated_mlp") else None
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def operands(self) -> tuple[Operand, ...]:
         """The tensors of each linear, in the order of `flat`."""
-        names = []
+        operands = []
         for key, parts in zip(self.keys, self.parts or (None,) * len(self.keys), strict=True):
-            names += [key, f"{bias_of(key)}?"]
+            operands += [Operand(key), Operand(bias_of(key), is_optional=True)]
             if parts is not None:
-                names += [f"{key}.{part}" for _ in parts.adapters for part in ("A", "B")]
-        return tuple(names)
+                operands += [Operand(f"{key}.{name}") for _ in parts.adapters for name in "AB"]
+        return tuple(operands)
 
     def of(self, metas: Sequence[Any]) -> list[Parts]:
         """Return the linears with the metas of their tensors."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Context
+from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, bias_of, flat_of
 from fusedckpt.blocks.operands import LoRA, taken_apart
@@ -56,9 +56,9 @@ class ExpertOptions(NamedTuple):
     num_seeds = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def operands(self) -> tuple[Operand, ...]:
         """The tensors of a call."""
-        return (*_INPUTS, *self.linears.names)
+        return (*map(Operand, _INPUTS), *self.linears.operands)
 
     @property
     def is_split(self) -> bool:
@@ -107,8 +107,8 @@ class ExpertOptions(NamedTuple):
     def _check(self, context: Context, x: Any, index: Any, scores: Any, linears: Any) -> None:
         """Refuse tensors that do not fit each other."""
         name = self.name
-        names = [key for key in self.names if key != "index"]
-        validate.tensors(name, names, (x, scores, *flat_of(linears)))
+        floating = [operand for operand in self.operands if operand.name != "index"]
+        validate.tensors(name, floating, (x, scores, *flat_of(linears)))
         validate.integers(name, "index", index, x, _INTEGERS)
         leads = list(x.shape[:-1])
         if not x.shape or list(index.shape[:-1]) != leads or 0 in index.shape[-1:]:

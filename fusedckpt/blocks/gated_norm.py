@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.dispatch import Context
+from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Layout
@@ -47,14 +47,14 @@ class GatedNorm(Op):
         fn = kernels.gated_norm_aten if self.kernel == "aten" else kernels.gated_norm
         return [code.call(fn, *reads, *params, self.rule, self.dtype)]
 
-    def backward(self, code: Writer, one: Gradient) -> dict[str, Node]:
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradients of x, the gate and the weight."""
-        needs = tuple([slot in one.gives for slot in SLOTS])
+        needs = tuple([slot in grad.gives for slot in SLOTS])
         fn = kernels.gated_norm_grad_aten if self.kernel == "aten" else kernels.gated_norm_grad
-        operands = one.reads["r0"], one.reads["r1"], one.reads.get("p0")
-        node = code.call(fn, one.dy, *operands, self.rule, needs, self.sums)
+        operands = grad.reads["r0"], grad.reads["r1"], grad.reads.get("p0")
+        node = code.call(fn, grad.dy, *operands, self.rule, needs, self.sums)
         parts = zip(SLOTS, code.items(node, 3), strict=True)
-        return {slot: part for slot, part in parts if slot in one.gives}
+        return {slot: part for slot, part in parts if slot in grad.gives}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return y in torch's ops."""
@@ -80,16 +80,26 @@ def eager_gated_norm(rule: GatedNormRule, x: Tensor, gate: Tensor, weight: Any) 
 class GatedNormOptions(NamedTuple):
     """The options of a norm with a gate; see `functional.gated_rms_norm`."""
 
+    # one size, as it was given; checked by `plan`, as are all options
     normalized_shape: Any
+    # None for the default
     eps: Any
+    # of the gate, by any of its names
     activation: Any
+    # into how many groups a row is cut, each with statistics of its own
     groups: Any
+    # whether the gate multiplies x before the norm, not after it
     gates_first: Any
+    # added to the weight
     offset: Any
+    # where half precision is rounded
     cast: Any
+    # the function, in errors
     name: str = "gated_rms_norm"
+    # whether a module asks, which may run its own forward
     is_module: bool = False
-    names: tuple[str, ...] = ("x", "gate", "weight?")
+    # the tensors of a call
+    operands = (Operand("x"), Operand("gate"), Operand("weight", is_optional=True))
 
     def check(self, override: str | None, weight: Any = True) -> str:
         """Return the activation; refuse options that mean nothing."""
@@ -120,7 +130,7 @@ class GatedNormOptions(NamedTuple):
         name = self.name
         activation = self.check(context.level, weight)
         (width,) = self.sizes()
-        validate.tensors(name, self.names, (x, gate, weight))
+        validate.tensors(name, self.operands, (x, gate, weight))
         if not x.shape or x.shape[-1] != width:
             raise ValueError(f"{name}: x must end in [{width}], got {list(x.shape)}")
         validate.check_shape(name, "gate", gate, *x.shape, must="must have the shape of x,")

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Context, Meta
+from fusedckpt.autograd.dispatch import Context, Meta, Operand
 from fusedckpt.blocks import eager, validate
 from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
 from fusedckpt.blocks.program import Gradient, Op
@@ -83,9 +83,9 @@ class HeadOptions(NamedTuple):
     num_seeds: int = 0
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def operands(self) -> tuple[Operand, ...]:
         """The tensors of a call."""
-        return ("x", "target", *self.linears.names)
+        return (Operand("x"), Operand("target"), *self.linears.operands)
 
     def check(self, override: str | None) -> str:
         """Return the save level; refuse invalid options."""
@@ -117,7 +117,7 @@ class HeadOptions(NamedTuple):
         level = self.check(context.level)
         name = self.name
         linears = self.linears.of(metas)
-        validate.tensors(name, ("x", *self.linears.names), (x, *flat_of(linears)))
+        validate.tensors(name, (Operand("x"), *self.linears.operands), (x, *flat_of(linears)))
         named = {"weight": linears[0]}
         validate.linears(name, x, named, None, 1, adds=False)
         self._check(x, target)

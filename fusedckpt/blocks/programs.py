@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
-from fusedckpt.autograd.dispatch import Context, Meta
+from fusedckpt.autograd.dispatch import Context, Meta, Operand
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
@@ -82,10 +82,10 @@ class BlockOptions(NamedTuple):
         return not (self.linears.parts or self.num_seeds)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def operands(self) -> tuple[Operand, ...]:
         """The tensors of a call."""
-        norm = () if self.norm is None else ("norm.weight?", "norm.bias?")
-        return ("x", *norm, *self.linears.names)
+        norm = [Operand(key, is_optional=True) for key in ("norm.weight", "norm.bias")]
+        return (Operand("x"), *(norm if self.norm is not None else ()), *self.linears.operands)
 
     def check(self, override: str | None) -> tuple[str, str]:
         """Return activation and save level; refuse invalid options."""
@@ -164,7 +164,7 @@ class BlockOptions(NamedTuple):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
             validate.norm_rule(name, spec, "norm.")
-        validate.tensors(name, self.names, (x, *norm, *flat_of(linears)))
+        validate.tensors(name, self.operands, (x, *norm, *flat_of(linears)))
         last = self.linears.last
         halves = 2 if keys == PACKED else 1
         named = dict(zip(keys, linears, strict=True))
@@ -291,8 +291,13 @@ class NormOptions(NamedTuple):
     cast: str = "torch"
     # whether a module asks, which may run its own forward
     is_module: bool = False
-    # of a call's tensors
-    names: tuple[str, ...] = ("x", "residual?", "weight?", "bias?")
+    # the tensors of a call
+    operands = (
+        Operand("x"),
+        Operand("residual", is_optional=True),
+        Operand("weight", is_optional=True),
+        Operand("bias", is_optional=True),
+    )
 
     def check(self, override: str | None, weight: Any = True) -> None:
         """Refuse options that mean nothing."""
@@ -312,7 +317,7 @@ class NormOptions(NamedTuple):
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return dispatch.OWN
-        validate.tensors(name, self.names, (x, residual, weight, bias))
+        validate.tensors(name, self.operands, (x, residual, weight, bias))
         b = Builder(context, x.dtype)
         inputs = {"x": x}
         reads = "x"

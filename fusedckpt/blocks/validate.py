@@ -15,7 +15,7 @@ from torch.fx import Proxy
 
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
-from fusedckpt.autograd.dispatch import Context, Meta
+from fusedckpt.autograd.dispatch import Context, Meta, Operand
 from fusedckpt.blocks.builder import bias_of
 from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
@@ -34,16 +34,15 @@ def activation(name: str, value: Any) -> str:
     return CANONICAL[value]
 
 
-def tensors(name: str, keys: Sequence[str], metas: Sequence[Meta | None]) -> None:
-    """Refuse all but floating-point tensors on one device; None where a key ends in "?" alone."""
+def tensors(name: str, operands: Sequence[Operand], metas: Sequence[Meta | None]) -> None:
+    """Refuse all but floating-point tensors on one device, and None for one that must be there."""
     device = None
     owner = ""
-    for key, meta in zip(keys, metas, strict=True):
+    for (key, is_optional), meta in zip(operands, metas, strict=True):
         if meta is None:
-            if not key.endswith("?"):
+            if not is_optional:
                 arguments.wrong_type(name, key, "a tensor", None)
             continue
-        key = key.rstrip("?")
         if meta.dtype not in DTYPES:
             raise TypeError(f"{name}: {key} must be floating point, got {meta.dtype}")
         if device is None:
@@ -60,7 +59,7 @@ def check_dense(name: str, by_name: dict[str, Any]) -> bool:
     is_taken = dispatch.takes_all(name, by_name)
     plain = {key: t for key, t in by_name.items() if dispatch.is_plain(type(t))}
     metas = [Meta(t.shape, t.dtype, t.device) for t in plain.values()]
-    tensors(name, list(plain), metas)
+    tensors(name, [Operand(key) for key in plain], metas)
     return is_taken
 
 
