@@ -27,7 +27,7 @@ ROUNDS = 7
 
 def turns(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
     """Yield each item once a round, with its number; each round begins with another one."""
-    for turn in range(rounds):
+    for turn in range(rounds if items else 0):
         first = turn % len(items)
         for item in (*items[first:], *items[:first]):
             yield turn, item

@@ -118,8 +118,12 @@ def _draw_pareto(cases: Sequence[Rows], path: Path) -> None:
 
 
 def draw_training(cases: Sequence[Rows], path: Path) -> None:
-    """Write the figure of a command that trains, a part a case."""
-    cases = [[row for row in rows if is_timed(row)] for rows in cases]
+    """Write the figure of a command that trains, a part a case; none where no way was timed."""
+    timed = [[row for row in rows if is_timed(row)] for rows in cases]
+    cases = [rows for rows in timed if rows]
+    if not cases:
+        path.unlink(missing_ok=True)
+        return
     fills = [_fill_of(rows) for rows in cases]
     heights = [7.0 if fill is _many else 3.2 for fill in fills]
 

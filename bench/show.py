@@ -187,7 +187,7 @@ def _last_loss(row: Row) -> str:
 
 
 def _difference(row: Row) -> str:
-    return difference(row["loss_difference"]) if row.get("losses") else "-"
+    return difference(row["loss_difference"]) if "loss_difference" in row else "-"
 
 
 def _range(name: str) -> Callable[[Row], str]:

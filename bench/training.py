@@ -131,15 +131,16 @@ class Trial:
         return self.work.loss(output, batch.target).item(), right.float().mean().item()
 
     def row(self, reference: Trial) -> Row:
-        """Return its results, and the largest difference of its losses from another's."""
+        """Return its results, and the largest difference of its losses from another's, if any."""
         row = {"name": self.way.name, **self.facts, "both_ms": rounded(self.ms) or None}
         if self.way.note:
             row["note"] = self.way.note
         if self.losses:
             count = len(reference.work.batches)
-            by_turn, first = np.reshape(self.losses, (-1, count)), reference.losses[:count]
             row["losses"] = self.losses[:count]
-            row["loss_difference"] = float(np.abs(by_turn - first).max())
+            if reference.losses:
+                by_turn, first = np.reshape(self.losses, (-1, count)), reference.losses[:count]
+                row["loss_difference"] = float(np.abs(by_turn - first).max())
         if self.held_out:
             row["held_out_loss"], row["accuracy"] = map(list, zip(*self.held_out, strict=True))
         return row

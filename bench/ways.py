@@ -242,19 +242,22 @@ def _title(columns: Row, kind: str, count: int, trained: int) -> str:
 
 
 def _gathered(rows: Sequence[Row]) -> Row:
-    """Return one way's row over all seeds: all times and scores, and the mean of losses."""
+    """Return one way's row over all seeds: all times and scores, and the mean of losses.
+
+    It is that of a seed which failed, if any; one with wrong gradients comes first.
+    """
+    if failed := [by_seed for by_seed in rows if by_seed["failure"]]:
+        return max(failed, key=lambda by_seed: by_seed["is_wrong"])
     row = copy.copy(rows[0])
     for name in ("both_ms", "held_out_loss", "accuracy"):
         if row.get(name):
             row[name] = [value for by_seed in rows for value in by_seed[name]]
     if "losses" in row:
         row["losses"] = np.mean([by_seed["losses"] for by_seed in rows], 0).tolist()
-        row["loss_difference"] = max(by_seed["loss_difference"] for by_seed in rows)
-    failures = [by_seed["failure"] for by_seed in rows if by_seed["failure"]]
-    return row | {
-        "failure": next(iter(failures), None),
-        "is_wrong": any(r["is_wrong"] for r in rows),
-    }
+    differences = [r["loss_difference"] for r in rows if "loss_difference" in r]
+    if differences:
+        row["loss_difference"] = max(differences)
+    return row
 
 
 def run(chosen: Namespace) -> int:

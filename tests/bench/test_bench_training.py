@@ -126,6 +126,33 @@ def test_a_loss_that_is_not_finite_is_told(tmp_path, monkeypatch, capsys):
     assert "loss not finite: eager, fuse" in capsys.readouterr().out
 
 
+def test_ways_that_all_fail_end_in_their_reasons(tmp_path, monkeypatch, capsys):
+    def poison(judge: object, way: Way) -> dict[str, object]:
+        is_wrong = way.name == "eager" or broken
+        return {"failure": "wrong: poisoned", "is_wrong": True} if is_wrong else {}
+
+    monkeypatch.setattr("bench.training.Judge.verdict", poison)
+    command = [
+        "demo",
+        "--device=cpu",
+        *sizes(steps=1, repeat=1),
+        "--ways=fuse",
+        f"--out={tmp_path}",
+    ]
+    broken = False
+    assert main([*command, "--seed=0", "--seed=1"]) == 1
+    eager, fuse = read(tmp_path / "demo.jsonl")
+    assert (eager["failure"], fuse["failure"]) == ("wrong: poisoned", None)
+    # there is no other loss to compare with
+    assert len(fuse["losses"]) == 1
+    assert "loss_difference" not in fuse
+    broken = True
+    assert main(command) == 1
+    assert all(row["is_wrong"] for row in read(tmp_path / "demo.jsonl"))
+    assert "fuse: wrong: poisoned" in capsys.readouterr().out
+    assert not (tmp_path / "demo.png").exists()
+
+
 def task(**changes: object) -> tasks.Task:
     made = {"kind": "own", "layers": 1, "dim": 64, "seq": 7, "batch": 5, "mlp": "gelu"}
     return tasks.Task(**{**made, "dtype": torch.float32, "device": torch.device("cpu"), **changes})
