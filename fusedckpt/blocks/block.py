@@ -26,6 +26,7 @@ from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.late import WeightRead, hand_over
 from fusedckpt.blocks.layer import Layer
 from fusedckpt.blocks.operands import (
+    LinearNames,
     Parts,
     adapters_of,
     are_adapted,
@@ -195,11 +196,11 @@ def _taken_apart(
     layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Operands:
     """Return the operands of linears of which some are adapted or quantised."""
-    keys = layer.linears.keys
+    names = layer.linears.names
     layer.check(levels.override.level)
-    parts = taken_apart(layer.name, keys, linears, layer.num_seeds)
-    operands = _adapted(layer, keys, parts)
-    if keys != PACKED:
+    parts = taken_apart(layer.name, names, linears, layer.num_seeds)
+    operands = _adapted(layer, names, parts)
+    if names != PACKED:
         return operands
     # decided as a whole first, so that an error names the packed weight
     if dispatch.decide(operands.layer, x, *between, *operands.dense).call is None:
@@ -209,7 +210,7 @@ def _taken_apart(
     return _adapted(layer, GATED, [gate_up.half(0), gate_up.half(1), down])
 
 
-def _adapted(layer: Layer, keys: tuple[str, ...], parts: Sequence[Parts]) -> Operands:
+def _adapted(layer: Layer, names: tuple[LinearNames, ...], parts: Sequence[Parts]) -> Operands:
     """Return a layer whose record describes the parts of its linears, and their tensors."""
     described = list[Parts]()
     tensors = list[Any]()
@@ -219,7 +220,7 @@ def _adapted(layer: Layer, keys: tuple[str, ...], parts: Sequence[Parts]) -> Ope
         described.append(refilled(linear._replace(weight=meta), itertools.repeat(None)))
         tensors += flat(linear)
         dense += flat(linear._replace(weight=None) if linear.is_quantised else linear)
-    return Operands(layer._replace(linears=Linears(keys, tuple(described))), tensors, dense)
+    return Operands(layer._replace(linears=Linears(names, tuple(described))), tensors, dense)
 
 
 def _compiled(

@@ -9,47 +9,53 @@ import torch
 
 from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks.call import BlockCall, Layout
-from fusedckpt.blocks.operands import Parts, flat, refilled
+from fusedckpt.blocks.operands import LinearNames, Parts, flat, refilled
 from fusedckpt.blocks.program import Program, ProgramStep
 from fusedckpt.blocks.steps import Dropout, Gemm, Norm
 
-# the weights of the linears of each function; those of norm_linear are numbered
-LINEAR = ("weight",)
-PLAIN = ("fc1_weight", "fc2_weight")
-GATED = ("gate_weight", "up_weight", "down_weight")
+# the linears of each function; those of norm_linear are numbered
+LINEAR = (LinearNames("weight", "bias"),)
+PLAIN = (LinearNames("fc1_weight", "fc1_bias"), LinearNames("fc2_weight", "fc2_bias"))
+_GATE = LinearNames("gate_weight", "gate_bias")
+_UP = LinearNames("up_weight", "up_bias")
+_DOWN = LinearNames("down_weight", "down_bias")
+GATED = (_GATE, _UP, _DOWN)
 # gate and up in one weight
-PACKED = ("gate_weight", "down_weight")
+PACKED = (_GATE, _DOWN)
 # of experts, with gate and up in one weight or in two
-ROUTED = ("gate_up", "down")
-ROUTED_GATED = ("gate_up.0", "gate_up.1", "down")
-_FUNCTIONS = {"weight": "linear_act", "fc1_weight": "mlp", "gate_weight": "gated_mlp"}
+_ROUTED_DOWN = LinearNames("down", "down_bias")
+ROUTED = (LinearNames("gate_up", "gate_up_bias"), _ROUTED_DOWN)
+_ROUTED_HALVES = [LinearNames(f"gate_up.{i}", f"gate_up.{i}_bias") for i in (0, 1)]
+ROUTED_GATED = (*_ROUTED_HALVES, _ROUTED_DOWN)
+_FUNCTIONS = {LINEAR: "linear_act", PLAIN: "mlp", GATED: "gated_mlp", PACKED: "gated_mlp"}
 
 
 class Linears(NamedTuple):
     """The linear layers of a call, without their tensors.
 
-    keys: the names of weights; parts: each taken apart, where one is a record or dequantises.
+    parts: each taken apart, where one is a record or dequantises.
     """
 
-    keys: tuple[str, ...]
+    names: tuple[LinearNames, ...]
     parts: tuple[Parts, ...] = ()
 
     @property
     def function(self) -> str:
         """The name of the function that has these linears."""
-        return _FUNCTIONS.get(self.keys[0], "norm_linear")
+        return _FUNCTIONS.get(self.names, "norm_linear")
 
     @property
-    def last(self) -> str | None:
-        """The weight that reads the hidden layer, None if there is none."""
-        return self.keys[-1] if self.function in ("mlp", "gated_mlp") else None
+    def last(self) -> LinearNames | None:
+        """The linear that reads the hidden layer, None if there is none."""
+        return self.names[-1] if self.function in ("mlp", "gated_mlp") else None
 
     @property
     def operands(self) -> tuple[Operand, ...]:
         """The tensors of each linear, in the order of `flat`."""
         operands = []
-        for key, parts in zip(self.keys, self.parts or (None,) * len(self.keys), strict=True):
-            operands += [Operand(key), Operand(bias_of(key), is_optional=True)]
+        for names, parts in zip(self.names, self.parts or (None,) * len(self.names), strict=True):
+            key = names.weight
+            operands += [Operand(key), Operand(names.bias, is_optional=True)]
             if parts is not None:
                 operands += [Operand(f"{key}.{name}") for _ in parts.adapters for name in "AB"]
         return tuple(operands)
@@ -57,14 +63,23 @@ class Linears(NamedTuple):
     def of(self, metas: Sequence[Any]) -> list[Parts]:
         """Return the linears with the metas of their tensors."""
         values = iter(metas)
-        bare = self.parts or [Parts(None, None)] * len(self.keys)
+        bare = self.parts or [Parts(None, None)] * len(self.names)
         return [refilled(parts, values) for parts in bare]
 
 
-def bias_of(key: str) -> str:
-    """Return the name of the bias beside a weight."""
-    found = key.replace("weights", "biases").replace("weight", "bias")
-    return f"{key}_bias" if found == key else found
+def _numbered(i: int) -> LinearNames:
+    return LinearNames(f"weights[{i}]", f"biases[{i}]")
+
+
+# made once, for calls of a few linears
+_FIRST_NUMBERED = tuple(map(_numbered, range(8)))
+
+
+def numbered(count: int) -> tuple[LinearNames, ...]:
+    """Return the linears of norm_linear."""
+    if count <= len(_FIRST_NUMBERED):
+        return _FIRST_NUMBERED[:count]
+    return tuple(map(_numbered, range(count)))
 
 
 class Builder:
@@ -103,16 +118,17 @@ class Builder:
         pairs = (("norm.weight", weight), ("norm.bias", bias))
         return self.add(op, out, (reads,), [self.param(k, Layout(1), t) for k, t in pairs])
 
-    def linear(self, key: str, parts: Parts, num_dims: int = 2) -> tuple[Any, ...]:
+    def linear(self, names: LinearNames, parts: Parts, num_dims: int = 2) -> tuple[Any, ...]:
         """Add the parameters of a linear layer: its weight, bias, and pairs of adapters.
 
         num_dims: of the weight; adapters of experts, three, multiply in its dtype, as peft's do.
         """
         kind = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
+        key = names.weight
         weight = self.param(key, kind, parts.weight)
         if parts.is_quantised:
             self.quantised_params.append(len(self.params) - 1)
-        bias = self.param(bias_of(key), Layout(num_dims - 1, self.dtype), parts.bias)
+        bias = self.param(names.bias, Layout(num_dims - 1, self.dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
             dtype = self.dtype if num_dims == 3 else self.context.compute_dtype(a.dtype)

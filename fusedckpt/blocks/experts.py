@@ -18,7 +18,7 @@ from torch import Tensor
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks import run, validate
-from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, bias_of, flat_of
+from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, flat_of
 from fusedckpt.blocks.operands import LoRA, taken_apart
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.quantised import QuantisedWeight, quantised
@@ -63,7 +63,7 @@ class ExpertOptions(NamedTuple):
     @property
     def is_split(self) -> bool:
         """Whether gate and up are weights of their own."""
-        return self.linears.keys == ROUTED_GATED
+        return self.linears.names == ROUTED_GATED
 
     @property
     def products(self) -> tuple[str, ...]:
@@ -124,12 +124,13 @@ class ExpertOptions(NamedTuple):
         widths = [(hidden if self.is_split else 2 * hidden, x.shape[-1])] * (len(linears) - 1)
         widths.append((out, hidden))
         sizes = f" (x {list(x.shape)}, down {list(down)})"
-        for key, parts, (n, k) in zip(self.linears.keys, linears, widths, strict=True):
+        for names, parts, (n, k) in zip(self.linears.names, linears, widths, strict=True):
+            key = names.weight
             turned = self._turned((n, k))
             validate.check_shape(name, key, parts.weight, down[0], *turned, beside=sizes)
-            validate.check_shape(name, bias_of(key), parts.bias, down[0], n)
+            validate.check_shape(name, names.bias, parts.bias, down[0], n)
             weight = None if parts.is_quantised else parts.weight
-            validate.dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
+            validate.dtypes(name, context, dtype, {key: weight, names.bias: parts.bias})
             for a, b in parts.adapters:
                 rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
                 validate.check_shape(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
@@ -152,7 +153,7 @@ class ExpertOptions(NamedTuple):
         """Add the parameters and steps; is_late: see `Grouped`, for all weights but the last."""
         dtype = b.dtype
         top_k = index.shape[-1]
-        pairs = zip(self.linears.keys, linears, strict=True)
+        pairs = zip(self.linears.names, linears, strict=True)
         numbers = [b.linear(*pair, num_dims=3) for pair in pairs]
         route = RouteRows(linears[-1].weight.shape[0], *self._kernels(b, x, linears))
         b.add(route, "route", ("index",))
@@ -209,10 +210,10 @@ class ExpertOptions(NamedTuple):
         )
         b = Builder(context, context.compute_dtype(x.dtype))
         (gating, _) = self.check(None)
-        linears = taken_apart(self.name, self.linears.keys, pairs, 0)
+        linears = taken_apart(self.name, self.linears.names, pairs, 0)
         if torch.compiler.is_compiling():
             # for adapted ones nothing was decided
-            whole = self._replace(linears=Linears(self.linears.keys, tuple(linears)))
+            whole = self._replace(linears=Linears(self.linears.names, tuple(linears)))
             whole._check(context, x, routing[0], routing[1], linears)
         self._steps(b, gating, x, routing[0], linears)
         rows = [t.reshape(-1, t.shape[-1]) for t in (x, *routing)]

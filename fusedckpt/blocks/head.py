@@ -118,11 +118,11 @@ class HeadOptions(NamedTuple):
         name = self.name
         linears = self.linears.of(metas)
         validate.tensors(name, (Operand("x"), *self.linears.operands), (x, *flat_of(linears)))
-        named = {"weight": linears[0]}
-        validate.linears(name, x, named, None, 1, adds=False)
+        by_names = dict(zip(LINEAR, linears, strict=True))
+        validate.linears(name, x, by_names, None, 1, adds=False)
         self._check(x, target)
         dtype = context.compute_dtype(x.dtype)
-        validate.multiplied(name, context, dtype, named)
+        validate.multiplied(name, context, dtype, by_names)
         if context.twin:
             return None
         b = Builder(context, dtype)

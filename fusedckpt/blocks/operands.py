@@ -94,6 +94,13 @@ class LoRA(NamedTuple):
     dropout: float = 0.0
 
 
+class LinearNames(NamedTuple):
+    """The names of a linear layer's operands."""
+
+    weight: str
+    bias: str
+
+
 class Constants(NamedTuple):
     """An adapter's constants; seed: which of a call's seeds its dropout has, None for none."""
 
@@ -179,12 +186,15 @@ def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
 
 
 def taken_apart(
-    name: str, keys: Sequence[str], linears: Sequence[tuple[Any, Any]], num_seeds: int
+    name: str,
+    names: Sequence[LinearNames],
+    linears: Sequence[tuple[Any, Any]],
+    num_seeds: int,
 ) -> list[Parts]:
     """Return pairs of weight and bias taken apart; the first seeds are the call's own."""
     seed = itertools.count(num_seeds)
-    pairs = zip(keys, linears, strict=True)
-    return [linear_parts_of(name, key, w, b, seeds=seed) for key, (w, b) in pairs]
+    pairs = zip(names, linears, strict=True)
+    return [linear_parts_of(name, key, w, b, seeds=seed) for (key, _), (w, b) in pairs]
 
 
 def are_adapted(linears: Sequence[tuple[Any, Any]]) -> bool:

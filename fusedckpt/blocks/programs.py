@@ -108,7 +108,7 @@ class BlockOptions(NamedTuple):
 
         So one is saved alone, or h written over one before its dropout.
         """
-        if self.linears.keys != PACKED or not (saves_half or self.num_seeds):
+        if self.linears.names != PACKED or not (saves_half or self.num_seeds):
             return None
         (weight, bias), last = linears
         pairs = zip(weight.chunk(2), (None, None) if bias is None else bias.chunk(2), strict=True)
@@ -128,7 +128,7 @@ class BlockOptions(NamedTuple):
         zs = [eager.linear(n, *pair, seeds, numbers) for pair in firsts]
         if self.linears.function == "norm_linear":
             return tuple(zs)
-        if self.linears.keys == PACKED:
+        if self.linears.names == PACKED:
             gate, up = zs[0].chunk(2, dim=-1)
             zs = [gate, up]
         y = eager.hidden(zs, self.activation)
@@ -154,7 +154,7 @@ class BlockOptions(NamedTuple):
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         activation, level = self.check(context.level)
         name = self.name
-        keys = self.linears.keys
+        names = self.linears.names
         spec = self.norm
         count = 0 if spec is None else 2
         norm = metas[:count]
@@ -166,9 +166,9 @@ class BlockOptions(NamedTuple):
             validate.norm_rule(name, spec, "norm.")
         validate.tensors(name, self.operands, (x, *norm, *flat_of(linears)))
         last = self.linears.last
-        halves = 2 if keys == PACKED else 1
-        named = dict(zip(keys, linears, strict=True))
-        validate.linears(name, x, named, last, halves, adds=bool(self.residual))
+        halves = 2 if names == PACKED else 1
+        by_names = dict(zip(names, linears, strict=True))
+        validate.linears(name, x, by_names, last, halves, adds=bool(self.residual))
         dtype = x.dtype
         shape = tuple(x.shape[-1:])
         if self.over is not None:
@@ -176,13 +176,13 @@ class BlockOptions(NamedTuple):
         if spec is not None:
             dtype = validate.norm_dtype(name, x, spec, shape, context, "norm.")
         dtype = context.compute_dtype(dtype)
-        validate.multiplied(name, context, dtype, named)
+        validate.multiplied(name, context, dtype, by_names)
         validate.check_kernel(name, self.kernel, x, dtype)
         if context.twin:
             return None
         b = Builder(context, dtype)
         shape = linears[-1].weight.shape
-        hidden = Hidden(activation, self._variant(x, dtype, activation, shape), keys == PACKED)
+        hidden = Hidden(activation, self._variant(x, dtype, activation, shape), names == PACKED)
         call_options = self._steps(b, x, spec, linears, hidden)
         call_options |= {
             "level": level if context.grad else "inputs",
@@ -223,7 +223,7 @@ class BlockOptions(NamedTuple):
             sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
             op = Norm(norm_rule_of(spec, x.dtype), b.dtype, sums, kernel_of_norm(x, b.dtype))
             read = b.norm(op, spec.weight, spec.bias)
-        numbers = [b.linear(*pair) for pair in zip(self.linears.keys, linears, strict=True)]
+        numbers = [b.linear(*pair) for pair in zip(self.linears.names, linears, strict=True)]
         firsts = numbers[: len(numbers) - has_last]
         wide = None
         results = [f"y{i}" for i in range(len(firsts))]

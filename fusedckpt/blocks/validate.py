@@ -16,8 +16,7 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
-from fusedckpt.blocks.builder import bias_of
-from fusedckpt.blocks.operands import NormSpec, Parts, output_dtype, widens_norm
+from fusedckpt.blocks.operands import LinearNames, NormSpec, Parts, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 CASTS = ("torch", "llama", "gemma")
@@ -94,20 +93,26 @@ def tensor(name: str, key: str, value: Any) -> None:
 
 
 def linears(
-    name: str, x: Meta, by_name: Mapping[str, Parts], last: str | None, halves: int, adds: bool
+    name: str,
+    x: Meta,
+    by_names: Mapping[LinearNames, Parts],
+    last: LinearNames | None,
+    halves: int,
+    adds: bool,
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-    last: the weight that reads the hidden layer, to whose result x is added; halves: in how many
+    last: the linear that reads the hidden layer, to whose result x is added; halves: in how many
     parts the first weight's rows are.
     """
     shape = x.shape
     read = "x"
     weight = x.shape
     rows: dict[str, int] = {}
-    for key, parts in by_name.items():
+    for names, parts in by_names.items():
+        key = names.weight
         weight = parts.weight.shape
-        if key == last:
+        if names == last:
             features = next(iter(rows.values()))
             if len(set(rows.values())) > 1:
                 raise ValueError(
@@ -126,13 +131,13 @@ def linears(
         elif shape[-1] != weight[1]:
             problem = f"{key} expects {weight[1]} input features, {read} has {shape[-1]}"
         else:
-            check_shape(name, bias_of(key), parts.bias, *weight[:1])
+            check_shape(name, names.bias, parts.bias, *weight[:1])
             rows[key] = weight[0]
             continue
         raise ValueError(f"{name}: {problem} ({read} {list(shape)}, weight {list(weight)})")
     if adds and last is not None and weight[0] != x.shape[-1]:
         raise ValueError(
-            f"{name}: residual needs {x.shape[-1]} output features, {last} has {weight[0]}"
+            f"{name}: residual needs {x.shape[-1]} output features, {last.weight} has {weight[0]}"
         )
 
 
@@ -148,13 +153,13 @@ def dtypes(name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str
 
 
 def multiplied(
-    name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str, Parts]
+    name: str, context: Context, dtype: torch.dtype, by_names: Mapping[LinearNames, Parts]
 ) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
-    for key, parts in by_name.items():
+    for names, parts in by_names.items():
         weight = None if parts.is_quantised else parts.weight
-        dtypes(name, context, dtype, {key: weight, bias_of(key): parts.bias})
-    for key, parts in by_name.items():
+        dtypes(name, context, dtype, {names.weight: weight, names.bias: parts.bias})
+    for (key, _), parts in by_names.items():
         n, k = parts.weight.shape
         for a, b in parts.adapters:
             is_pair = len(a.shape) == len(b.shape) == 2 and a.shape[0] == b.shape[1]

@@ -281,8 +281,8 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
 
 
 def _options(module: Any, block: MatchedBlock, level: str, drops: dict[str, Any]) -> BlockOptions:
-    keys = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
-    linears = Linears(PACKED if block.packed == "gate" else keys)
+    names = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
+    linears = Linears(PACKED if block.packed == "gate" else names)
     return BlockOptions(
         *(block.kind, block.kind, linears, block.activation),
         save=level,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import Linears
+from fusedckpt.blocks.builder import Linears, numbered
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import BlockOptions, split
 from fusedckpt.layers.children import are_letter, spec_of
@@ -54,10 +54,10 @@ def run_projections(
 
     over: the shape of a module's norm, None for a function's call.
     """
-    keys = tuple([f"weights[{i}]" for i in range(len(linears))])
+    names = numbered(len(linears))
     bare, kinds, tensors = split(norm)
     options = BlockOptions(
-        name, name, Linears(keys), None, bare, kinds, over, is_module=over is not None
+        name, name, Linears(names), None, bare, kinds, over, is_module=over is not None
     )
     ys = run_linears(options, x, tensors, linears)
     return (ys,) if isinstance(ys, Tensor) else ys

@@ -11,14 +11,14 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears
+from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears, numbered
 from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
 
-# names of weights by the block that they are of
-_WEIGHTS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": ("weights[0]",)}
+# the linears by the block that they are of
+_LINEARS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": numbered(1)}
 
 
 class LayerRun(NamedTuple):
@@ -212,7 +212,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
     options = BlockOptions(
         "Sequential" if norms else kind,
         "Sequential",
-        Linears(_WEIGHTS[kind]),
+        Linears(_LINEARS[kind]),
         activation_name_of(acts[0]) if acts else None,
         norm,
         kinds,
