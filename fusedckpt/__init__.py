@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusedckpt import functional
-from fusedckpt.autograd.dispatch import paths
 from fusedckpt.autograd.levels import saving
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
@@ -15,6 +14,7 @@ from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.regions import region
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.functional import paths
 from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts

@@ -1,5 +1,9 @@
 """The functions behind the modules, with torch.nn.functional's argument order."""
 
+import torch
+
+from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.layers.approximate import regelu2, resilu2
 from fusedckpt.layers.experts import experts
 from fusedckpt.layers.gated_norm import gated_rms_norm
@@ -25,3 +29,22 @@ __all__ = [
     "rms_norm",
     "token_logprobs",
 ]
+
+
+def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
+    """Name the path that each function takes for tensors of this device and dtype.
+
+    Returns:
+        Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
+
+    Raises:
+        TypeError, ValueError: `device` is not a device, or the functions do not take `dtype`.
+    """
+    arguments.device("paths", device)
+    arguments.dtype("paths", dtype)
+    path = "eager" if dispatch.DISABLED else dispatch.path_of(torch.device(device), dtype)
+    by_function: dict[str, str] = dict.fromkeys(__all__, path)
+    # experts multiply by torch's own kernel where there is one
+    if path == "triton" and has_kernel(torch.device(device), dtype):
+        by_function["experts"] = "aten"
+    return by_function

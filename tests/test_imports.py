@@ -15,7 +15,7 @@ ALLOWED = {
     "memory": {"autograd", "allocations"},
     "blocks": {"kernels", "autograd"},
     "layers": {"kernels", "autograd", "blocks"},
-    "functional": {"layers"},
+    "functional": {"kernels", "autograd", "layers"},
     "parallel": {"layers"},
     "reference": {"blocks", "functional"},
     "checkpointing": {"autograd", "memory"},

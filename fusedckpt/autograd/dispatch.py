@@ -22,7 +22,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fusedckpt.autograd import arguments, levels, phases, private, tracker
 from fusedckpt.autograd.phases import SavePhase
-from fusedckpt.kernels.routed import has_kernel
 from fusedckpt.kernels.runtime import HAS_TRITON, IS_INTERPRETED, KERNEL_DTYPES, arch
 
 logger = logging.getLogger("fusedckpt")
@@ -173,30 +172,6 @@ def cast_by(device: torch.device, to: torch.dtype | None) -> AbstractContextMana
     if autocast_dtype(device) == to:
         return nullcontext()
     return torch.autocast(device.type, to, enabled=to is not None)
-
-
-_FUNCTIONS: tuple[str, ...] = ("linear_act", "norm_linear", "mlp", "gated_mlp", "experts")
-_FUNCTIONS += ("rms_norm", "layer_norm", "add_rms_norm", "add_layer_norm", "gated_rms_norm")
-_FUNCTIONS += ("linear_cross_entropy", "token_logprobs", "regelu2", "resilu2")
-
-
-def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
-    """Name the path that each function takes for tensors of this device and dtype.
-
-    Returns:
-        Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
-
-    Raises:
-        TypeError, ValueError: `device` is not a device, or the functions do not take `dtype`.
-    """
-    arguments.device("paths", device)
-    arguments.dtype("paths", dtype)
-    path = "eager" if DISABLED else path_of(torch.device(device), dtype)
-    by_function: dict[str, str] = dict.fromkeys(_FUNCTIONS, path)
-    # experts multiply by torch's own kernel where there is one
-    if path == "triton" and has_kernel(torch.device(device), dtype):
-        by_function["experts"] = "aten"
-    return by_function
 
 
 class Operand(NamedTuple):

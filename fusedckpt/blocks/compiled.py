@@ -107,7 +107,14 @@ def _norm_contexts() -> Any:
 
 
 class _LastRegion(type(create_selective_checkpoint_contexts([])[0])):
-    """The context of a region that is numbered after all others; torch 2.11 does not ask it."""
+    """The context of a region that is numbered after all others.
+
+    torch numbers regions in the order in which they are traced, and saves a value that a region
+    with a larger number reads (`cleanup_recompute_tags` of its partitioner): a norm's result, which
+    every linear reads. No region has a larger number than this one. Before torch 2.13 the number
+    is not asked for, and the result is saved. torch 2.14 has the rule still; without it this class
+    can go.
+    """
 
     @property
     def ac_graph_id(self) -> int:

@@ -173,6 +173,8 @@ class Writer:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
+        # fx writes a function `forward`, one line a node, and the globals that it names; it is not
+        # run by fx's GraphModule, as every call of a module costs more than this plain method
         code = self.graph.python_code("self")
         scope = dict(code.globals)
         exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
