@@ -5,9 +5,9 @@ norm and the head do not count; `--whole` counts whole models with head and loss
 depth. Models have D = 256 with the ratios of their published configurations.
 
 A model of another group (hybrids, diffusion, images, encoders, audio) is measured whole, also after
-`fuse(model, recipes=True)`, with its peak, and goes to a file. Models are in bfloat16 and in
-training mode with their dropouts; attention is torch's fused one, without dropout, which a CPU
-cannot fuse. Models of a package that is not installed are left out, and named.
+`fuse(model, recipes=True)`, with its peak. Layers go to one file, other models to another. Models
+are in bfloat16 and in training mode with their dropouts; attention is torch's fused one, without
+dropout, which a CPU cannot fuse. Models of a package that is not installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import warnings
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ LANGUAGE: Mapping[str, Shape] = {**DENSE, **HARDER, **EXPERTS}
 # bytes of D values of every token, in bfloat16
 UNIT = TOKENS * D * 2
 FILE = "shares.jsonl"
+LAYERS_FILE = "layers.jsonl"
 
 
 def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
@@ -109,7 +111,7 @@ def options(add: Options) -> None:
     add.add_argument("models", nargs="*", metavar="MODEL", help="models; default: all")
     add.flag("whole", "whole language models with head and loss, the bytes of 64 tokens")
     add.flag("verbose", "print reports of fuse, too")
-    add.place(FILE, has_device=False)
+    add.place(f"{LAYERS_FILE} and {FILE}", has_device=False)
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -131,13 +133,14 @@ def run(chosen: Namespace) -> int:
     if chosen.whole:
         _run_whole(chosen.models)
         return 0
-    if names := [name for name in chosen.models if name in LANGUAGE]:
-        _run_layers(names, chosen.verbose)
-    if names := [name for name in chosen.models if name in ZOO]:
-        rows = _survey(names)
-        if rows:
-            append(rows, chosen.out / FILE)
-            print(f"wrote {chosen.out / FILE}")
+    for models, measure, file in (
+        (LANGUAGE, partial(_layers, is_verbose=chosen.verbose), LAYERS_FILE),
+        (ZOO, _survey, FILE),
+    ):
+        names = [name for name in chosen.models if name in models]
+        if rows := measure(names) if names else []:
+            append(rows, chosen.out / file)
+            print(f"wrote {chosen.out / file}")
     return 0
 
 
@@ -152,7 +155,8 @@ def _run_whole(names: Sequence[str]) -> None:
     print(f"median of {len(gone)}: {median(gone):.1%} gone")
 
 
-def _run_layers(names: Sequence[str], is_verbose: bool) -> None:
+def _layers(names: Sequence[str], is_verbose: bool) -> list[Row]:
+    """Measure a layer of language models, print their table and medians, and return their rows."""
     shares: dict[str, Share] = {}
     with progress("shares", len(names)) as tick:
         for name in names:
@@ -165,6 +169,12 @@ def _run_layers(names: Sequence[str], is_verbose: bool) -> None:
         gone = [share.gone for name, share in shares.items() if name in models]
         if gone:
             print(f"median of {len(gone)} {kind}: {median(gone):.0%} gone")
+    facts = environment(torch.device("cpu"), DTYPE) | {"tokens": TOKENS, "dim": D}
+    return [
+        _row(name, "a layer", way, size * UNIT) | facts
+        for name, share in shares.items()
+        for way, size in (("eager", share.before), ("fuse", share.after))
+    ]
 
 
 class Surveyed(NamedTuple):
@@ -198,25 +208,30 @@ def _survey(names: Sequence[str]) -> list[Row]:
         by_group.setdefault(model.group, []).append(model)
     show("Medians", _GROUPS, by_group.items())
     facts = environment(torch.device("cpu"), DTYPE)
-    return [_row(model, way) | facts for model in models for way in WAYS]
+    return [
+        _row(model.name, model.group, way, model.bytes[way].saved)
+        | {"peak_bytes": round(model.bytes[way].peak), "peak_above": "parameters and gradients"}
+        | facts
+        for model in models
+        for way in WAYS
+    ]
 
 
-def _row(model: Surveyed, way: str) -> Row:
-    """Return a row of the file."""
-    nbytes = model.bytes[way]
+def _row(name: str, group: str, way: str, saved: float) -> Row:
+    """Return a row of a file."""
     return {
         "command": "shares",
-        "case": model.name,
-        "group": model.group,
+        "case": name,
+        "group": group,
         "name": way,
-        "title": f"{model.name} ({model.group})",
+        "title": f"{name} ({group})",
         "failure": None,
         "is_wrong": False,
         "dtype": str(DTYPE).removeprefix("torch."),
         "both_ms": None,
-        "saved_bytes": round(nbytes.saved),
-        "peak_bytes": round(nbytes.peak),
-        "peak_above": "parameters and gradients",
+        "saved_bytes": round(saved),
+        # a layer has none
+        "peak_bytes": None,
     }
 
 

@@ -126,14 +126,22 @@ def test_logits_and_layers_are_gone_from_whole_models(capsys, refused):
     assert re.fullmatch(r"median of 1: \d+\.\d% gone", lines[-1])
 
 
-def test_layers_save_less_by_model(capsys):
+def test_layers_save_less_by_model(capsys, tmp_path):
     pytest.importorskip("transformers")
-    assert command.main(["shares", "gpt2", "--verbose"]) == 0
+    from bench.results import read
+
+    assert command.main(["shares", "gpt2", "--verbose", f"--out={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "gpt2: fused" in out
     (row,) = (line for line in out.splitlines() if line.startswith("gpt2 "))
     assert row.split()[1:4] == ["30.08", "4.08", "86%"] or row.split()[3] == "86%"
     assert "median of 1 dense models: 86% gone" in out
+    rows = {row["name"]: row for row in read(tmp_path / "layers.jsonl")}
+    values = [rows[way]["saved_bytes"] / (64 * 256 * 2) for way in ("eager", "fuse")]
+    assert [f"{value:.2f}" for value in values] == row.split()[1:3]
+    assert [(row["case"], row["tokens"], row["dim"]) for row in rows.values()] == [
+        ("gpt2", 64, 256)
+    ] * 2
 
 
 def test_models_of_all_groups_are_measured_with_recipes(capsys, tmp_path, monkeypatch):
