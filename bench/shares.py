@@ -169,7 +169,7 @@ def _layers(names: Sequence[str], is_verbose: bool) -> list[Row]:
         gone = [share.gone for name, share in shares.items() if name in models]
         if gone:
             print(f"median of {len(gone)} {kind}: {median(gone):.0%} gone")
-    facts = environment(torch.device("cpu"), DTYPE) | {"tokens": TOKENS, "dim": D}
+    facts = environment(torch.device("cpu"), DTYPE) | {"unit_bytes": UNIT}
     return [
         _row(name, "a layer", way, size * UNIT) | facts
         for name, share in shares.items()

@@ -199,6 +199,8 @@ def columns_of(rows: Rows) -> Columns:
     first = rows[0]
     known = {name for row in rows for name, value in row.items() if value is not None}
     is_run = first["command"] == "run"
+    # what counts bytes alone has no times
+    has_times = any(is_timed(row) or row["failure"] for row in rows)
 
     def ms(what: str) -> Callable[[Row], str]:
         return lambda row: significant(_ms(row, first, what))
@@ -213,8 +215,12 @@ def columns_of(rows: Rows) -> Columns:
             "backward\nms",
             lambda r: significant(_ms(r, first, "backward_ms")),
         ),
-        (True, "both\nms" if is_run else "ms", lambda row: significant(_ms(row, first))),
-        (not known & {"depth", "fits"}, f"of\n{first['name']}", lambda row: _of_first(row, first)),
+        (has_times, "both\nms" if is_run else "ms", lambda row: significant(_ms(row, first))),
+        (
+            has_times and not known & {"depth", "fits"},
+            f"of\n{first['name']}",
+            lambda row: _of_first(row, first),
+        ),
         ("depth" in known, f"of {first['name']}\nper block", lambda row: _per_block(row, first)),
         ("errors" in known, "error", lambda row: _error(row, first)),
         ("tokens" in known, "saved\nB/token", _saved),
