@@ -100,21 +100,68 @@ def test_the_tools_figures_are_the_committed_ones():
     assert [line for line in found if line.strip(" |")] == expected
 
 
-def test_medians_of_groups_are_the_committed_ones():
+def medians_of_groups() -> list[str]:
+    """Return the cells of each group of models, as the committed results have them."""
     gone: dict[str, dict[str, list[float]]] = {}
     for rows in groups(read(ROOT / "bench/results/cpu/shares.jsonl")):
         saved = {row["name"]: row["saved_bytes"] for row in rows}
         shares = gone.setdefault(rows[0]["group"], {"fuse": [], "recipes": []})
         for name, values in shares.items():
             values.append(1 - saved[name] / saved["eager"])
-    expected = {
-        f"| {group} | {len(ways['fuse'])} | {median(ways['fuse']):.0%} | "
-        f"{median(ways['recipes']):.0%} |"
-        for group, ways in gone.items()
-    }
+    cells = []
+    for group, ways in gone.items():
+        medians = [f"{median(ways[name]):.0%}" for name in ("fuse", "recipes")]
+        cells.append(" | ".join((group, f"{len(ways['fuse'])}", *medians)))
+    return cells
+
+
+def recorded_layers() -> dict[str, tuple[str, str, str]]:
+    """Return the cells of each layer of language models, as the committed results have them."""
+    cells = {}
+    for rows in groups(read(ROOT / "bench/results/cpu/layers.jsonl")):
+        values = {row["name"]: row["saved_bytes"] / row["unit_bytes"] for row in rows}
+        eager, fused = values["eager"], values["fuse"]
+        cells[rows[0]["case"]] = f"{eager:.1f}", f"{fused:.1f}", f"{1 - fused / eager:.0%}"
+    return cells
+
+
+def rows_below(page: str, head: str) -> list[str]:
+    """Return the rows of a page's table, without the outer bars."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count(head) == 1
+    lines = text.partition(head)[2].partition("\n\n")[0].splitlines()[2:]
+    return [line.removeprefix("| ").removesuffix(" |") for line in lines]
+
+
+def test_models_of_the_first_page_are_the_committed_ones():
+    layers, shown_groups = recorded_layers(), []
+    for row in rows_below("README.md", "| a layer of | eager |"):
+        name, eager, fused, gone, group = row.split(" | ", 4)
+        assert (eager, fused, gone) == with_unit(layers[name])
+        shown_groups.append(group)
+    # a row may be of a layer alone
+    assert sorted(group for group in shown_groups if group.strip("| ")) == sorted(
+        medians_of_groups()
+    )
+    eager, fused, _ = with_unit(layers["llama"])
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = text.partition("| group | models |")[2].partition("\n\n")[0]
-    assert {*table.splitlines()[2:]} == expected
+    assert f"saves {eager} values a token, after `fuse` {fused}, and" in text
+
+
+def with_unit(cells: tuple[str, str, str]) -> tuple[str, str, str]:
+    eager, fused, gone = cells
+    return f"{eager} D", f"{fused} D", gone
+
+
+def test_layers_are_the_committed_ones():
+    layers = recorded_layers()
+    shown = rows_below("bench/README.md", "| model | eager | fused | gone |")
+    names = [row.split(" | ")[0] for row in shown]
+    assert len({*names}) == 20
+    assert shown == [" | ".join((name, *layers[name])) for name in names]
+    text = (ROOT / "bench/README.md").read_text(encoding="utf-8")
+    assert f"these and {len(layers) - len(names)} others" in text
+    assert f"of {len(layers)} language models" in text
 
 
 def test_results_are_the_committed_ones():
@@ -133,18 +180,13 @@ def test_results_are_the_committed_ones():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measured on a CPU")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "vit", "qwen3_moe"])
-def test_models_save_as_the_table_says(name):
+def test_models_save_as_recorded(name):
     pytest.importorskip("transformers", reason="needs the test extra")
-    from bench.shares import DENSE, EXPERTS, HARDER, measured
+    from bench.shares import LANGUAGE, measured
 
-    found = measured({**DENSE, **EXPERTS, **HARDER}[name])
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    row = f"| {name} | {found.before:.1f} | {found.after:.1f} | {found.gone:.0%} |"
-    assert row in text
-    if name == "llama":
-        assert (
-            f"saves {found.before:.1f} D values a token, after `fuse` {found.after:.1f} D" in text
-        )
+    share = measured(LANGUAGE[name])
+    cells = f"{share.before:.1f}", f"{share.after:.1f}", f"{share.gone:.0%}"
+    assert cells == recorded_layers()[name]
 
 
 def blocks(page: str, kind: str) -> list[str]:
