@@ -166,7 +166,10 @@ def twin_gradients(
 
 def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
     """Return how often each tensor was written; 0 for none and for one that does not count."""
-    return tuple([0 if t is None or t.is_inference() else t._version for t in tensors])
+    versions = []
+    for t in tensors:  # a comprehension costs a call before Python 3.12
+        versions.append(0 if t is None or t.is_inference() else t._version)
+    return tuple(versions)
 
 
 class Versioned:

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedckpt.autograd import private
+from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.recipes import (
     Leaf,
     Made,
     Stored,
     View,
-    version_of,
     view_in,
     view_of_leaf,
 )
@@ -52,7 +51,7 @@ def note(y: Tensor, maker: str, source: Source, *tensors: Tensor | None) -> None
     """Note how a result is made again; tensors: parameters that its recipe reads."""
     node: Any = y.grad_fn
     if node is not None:
-        node.metadata[_ORIGIN] = Origin(maker, source, tensors, _versions(y, tensors))
+        node.metadata[_ORIGIN] = Origin(maker, source, tensors, versions_of(y, *tensors))
 
 
 def view_of(y: Any, *makers: str) -> View | None:
@@ -63,14 +62,16 @@ def view_of(y: Any, *makers: str) -> View | None:
     """
     if not isinstance(y, Tensor) or y.grad_fn is None:
         return None
-    whole, notes = y, _notes(y)
+    whole: Any = y
+    notes: dict[str, Any] = whole.grad_fn.metadata
     if _ORIGIN not in notes and y._base is not None and y._base.dtype == y.dtype:
         # a view of a result, such as its rows, has a node of its own
-        whole, notes = y._base, _notes(y._base)
+        whole = y._base
+        notes = {} if whole.grad_fn is None else whole.grad_fn.metadata
     origin: Origin | None = notes.get(_ORIGIN)
     if origin is None or origin.maker not in makers or not torch.is_grad_enabled():
         return None
-    if origin.versions != _versions(whole, origin.tensors):
+    if origin.versions != versions_of(whole, *origin.tensors):
         return None
     if private.hooks_of(y) or private.hooks_of(whole):
         return None
@@ -85,35 +86,21 @@ def view_of(y: Any, *makers: str) -> View | None:
     return view_in(source, y)
 
 
-def _notes(y: Tensor) -> dict[str, Any]:
-    node: Any = y.grad_fn
-    return {} if node is None else node.metadata
+def of_first_saved(
+    name: str, again: Callable[..., Tensor], y: Tensor, tensors: Sequence[Tensor | None]
+) -> Made | None:
+    """Return the source `again(x, *tensors)`, x the first tensor that y's node has saved.
 
-
-def _versions(y: Tensor, tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return tuple([0 if t is None else version_of(t) for t in (y, *tensors)])
-
-
-def of_first_saved(name: str, again: Callable[..., Tensor]) -> Source:
-    """Return the source `again(x, *tensors)`, x the first tensor that the node has saved."""
-
-    def source(y: Tensor, tensors: Sequence[Tensor | None]) -> Made | None:
-        x = saved_view(y.grad_fn)
-        if x is None:
-            return None
-        are_given = [t is not None for t in tensors]
-        leaves = [view_of_leaf(t) for t in tensors if t is not None]
-        return Made(name, partial(with_absent, again, are_given), [x, *leaves], [y])
-
-    return source
-
-
-def with_absent(
-    again: Callable[..., Tensor], are_given: Sequence[bool], x: Tensor, *tensors: Tensor
-) -> Tensor:
-    """Return again(x, *tensors), with None for those that are not given."""
-    remaining = iter(tensors)
-    return again(x, *[next(remaining) if is_given else None for is_given in are_given])
+    Tensors that are None are left out. With a name and `again` alone, this is a note's `Source`.
+    """
+    x = saved_view(y.grad_fn)
+    if x is None:
+        return None
+    inputs = [x]
+    for tensor in tensors:
+        if tensor is not None:
+            inputs.append(view_of_leaf(tensor))
+    return Made(name, again, inputs, [y])
 
 
 def saved_view(node: Any) -> View | None:

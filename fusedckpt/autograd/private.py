@@ -293,14 +293,10 @@ class SavedTensor:
 
 # a tensor saved as autograd saves one, outside of any function; not in torch 2.11
 make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", SavedTensor)
-_HAS_RAW = _probe("_C._FunctionBase._raw_saved_tensors", None) is not None
-
-
-def raw_saved(node: Any) -> Any:
-    """Return the packed tensors of a node; none, and no norm is shared, without torch's name."""
-    return getattr(node, "_raw_saved_tensors", ()) if _HAS_RAW else ()
-
-
+# the packed tensors of a Function's node; none, and no norm is shared, without torch's name
+raw_saved: Callable[[Any], Any] = _probe(
+    "_C._FunctionBase._raw_saved_tensors.__get__", lambda node: ()
+)
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared
 hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
 

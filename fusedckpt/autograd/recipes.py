@@ -33,6 +33,7 @@ does not know.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -58,7 +59,8 @@ class Leaf:
     def __init__(self, tensor: Tensor):
         # shares the version of the tensor, but not its graph
         self._tensor = tensor if tensor.is_leaf else tensor.detach()
-        self.version = version_of(tensor)
+        # None where writes are not counted
+        self.version = None if tensor.is_inference() else tensor._version
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,11 +69,12 @@ class Leaf:
 
     def is_current(self) -> bool:
         """Whether the tensor is as it was."""
-        return version_of(self._tensor) == self.version
+        return self.version is None or self._tensor._version == self.version
 
     def value(self, place: int) -> Tensor:
         """Return the tensor."""
-        if not self.is_current():
+        # `is_current`, without a call for every reader
+        if self.version is not None and self._tensor._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: {self._tensor.dtype} {list(self._tensor.shape)} is at version "
@@ -86,11 +89,6 @@ class Leaf:
         """Count the tensor for a hook that counts saved tensors."""
         if count is not None:
             count(self._tensor)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often a tensor was written, 0 for one that does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 class Made:
@@ -110,7 +108,7 @@ class Made:
         self.name, self.again, self.inputs = name, again, inputs
         # how each lies in its storage, which it fills: shape, strides, dtype
         self.layouts = [(t.shape, t.stride(), t.dtype) for t in results]
-        self.depth = 1 + max([view.source.depth for view in inputs], default=0)
+        self.depth = 1 + max(map(_DEPTH, inputs), default=0)
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
         self._left = 0
@@ -120,7 +118,9 @@ class Made:
         """Count a reader; the first one makes this a reader of its inputs."""
         if not self.num_readers:
             for view in self.inputs:
-                view.source.add_reader(count)
+                # leaves have no readers but a hook that counts
+                if count is not None or view.source.depth:
+                    view.source.add_reader(count)
         self.num_readers += 1
         self._left += 1
 
@@ -132,7 +132,7 @@ class Made:
         """Return a result; it stays for the readers that are left in this backward."""
         values = self._values
         if values is None:
-            values = [_laid_out(*pair) for pair in zip(self._run(), self.layouts, strict=True)]
+            values = list(map(_laid_out, self._run(), self.layouts))
         self._left -= 1
         if self._left > 0 and backward_id() != -1:
             if self._values is None:
@@ -140,7 +140,8 @@ class Made:
                 at_end_of_backward(partial(_forget, weakref.ref(self)))
             self._values = values
         else:
-            self.forget()
+            # `forget`, without a call
+            self._left, self._values = self.num_readers, None
         return values[place]
 
     def _run(self) -> Sequence[Tensor]:
@@ -149,7 +150,8 @@ class Made:
             results = kernel(self)
             if results is not None:
                 return results
-        return tensors_in(self.again(*[view.read() for view in self.inputs]))
+        results = self.again(*map(View.read, self.inputs))
+        return [results] if results.__class__ is Tensor else tensors_in(results)
 
     @property
     def is_made(self) -> bool:
@@ -172,6 +174,9 @@ class Made:
         """Free the results."""
         self._left, self._values = self.num_readers, None
 
+
+# of a view; without a call of Python's
+_DEPTH = operator.attrgetter("source.depth")
 
 # kernels for several functions of a chain. Each returns the results of a chain's last recipe, or
 # None. It tells each recipe whose results it passes over (`skip`), and reads each input of the
@@ -222,11 +227,12 @@ def view_in(source: Leaf | Made, tensor: Tensor, place: int = 0) -> View:
 
 def view_of_leaf(tensor: Tensor) -> View:
     """Return how to read a tensor that is saved."""
-    return view_in(Leaf(tensor), tensor)
+    offset = int(tensor.storage_offset())
+    return View(Leaf(tensor), 0, tensor.shape, tensor.stride(), offset)
 
 
 def cast(view: View, tensor: Tensor, to: Tensor) -> View:
-    """Return how to read `to`, a copy in its dtype of a tensor that a view reads."""
+    """Return how to read `to`, a tensor that a view reads, or a copy of it in another dtype."""
     if to.dtype == tensor.dtype:
         return view
     return view_in(Made("to", partial(_to, to.dtype), [view], [to]), to)
@@ -237,12 +243,15 @@ def _to(dtype: torch.dtype, value: Tensor) -> Tensor:
 
 
 class Stored:
-    """The object that autograd saves in place of a tensor."""
+    """The object that autograd saves in place of a tensor.
+
+    With a view, this is a pack hook: autograd passes the tensor, which is not held.
+    """
 
     __slots__ = ("__weakref__", "alive", "leaf", "view")
 
-    def __init__(self) -> None:
-        self.view: View | None = None
+    def __init__(self, view: View | None = None, _tensor: Tensor | None = None) -> None:
+        self.view = view
         # a small tensor, which is saved without a view
         self.leaf: Leaf | None = None
         # a recipe that lives as long as this, for readers to come

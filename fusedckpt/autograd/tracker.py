@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +63,7 @@ class _Known:
         self.made = made
         self.place = place
         # a weak reference to the leaf of a storage that is saved
-        self.leaf: Callable[[], Leaf | None] = _none
+        self.leaf: Callable[[], Leaf | None] = NoneType
 
     def source(self, tensor: Tensor) -> Leaf | Made:
         """Return the source: one leaf for all that read the storage."""
@@ -73,10 +74,6 @@ class _Known:
             leaf = Leaf(tensor)
             self.leaf = weakref.ref(leaf)
         return leaf
-
-
-def _none() -> None:
-    return None
 
 
 class Choice(NamedTuple):
@@ -284,18 +281,20 @@ def _is_parameter(x: Tensor) -> bool:
 
 # a weak reference to the tracker of the forward that runs in this context: a module that runs again
 # in backward keeps a copy of the context, which must not keep tensors
-_active: ContextVar[Callable[[], Tracker | None]] = ContextVar("tracker", default=_none)
+_active: ContextVar[Callable[[], Tracker | None]] = ContextVar("tracker", default=NoneType)
+# returns that reference: `active()` is `reference()()`, which takes no call of Python's
+reference: Callable[[], Callable[[], Tracker | None]] = _active.get
 
 
 def active() -> Tracker | None:
     """Return the tracker of the forward that runs in this context."""
-    return _active.get()()
+    return reference()()
 
 
 @contextmanager
 def tracking(tracker: Tracker | None) -> Iterator[None]:
     """Let fused layers that are called inside know the tracker of the forward, None for none."""
-    token = _active.set(_none if tracker is None else weakref.ref(tracker))
+    token = _active.set(NoneType if tracker is None else weakref.ref(tracker))
     try:
         yield
     finally:

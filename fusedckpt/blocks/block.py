@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, levels, private
+from fusedckpt.autograd import dispatch, levels, private, tracker
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.autograd.tracker import active
 from fusedckpt.blocks import compiled, derive, eager, ops, reader, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import BlockCall
@@ -102,7 +101,7 @@ class Block(torch.autograd.Function):
         if torch.is_grad_enabled() or not SEES_BATCHES:
             return (None, None, *_twin_gradients(ctx, values, dys, wanted))
         compute = run.backward if is_unwatched or ctx.quantised else ops.backward_op
-        if not torch.compiler.is_compiling() and is_batch(dys):
+        if not is_unwatched and not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(
                 lambda element: run.backward(call, wanted, element, _first(element), values), dys
             )
@@ -144,8 +143,10 @@ def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) ->
         )
     read = x if call.input_dtype is None else x.to(call.input_dtype)
     function = partial(Block.apply, call, phase)
-    if phase is None and (x.grad_fn is not None or active() is not None):
-        y = reader.apply_with_view(function, call, x, read, tensors)
+    # `tracker.active()`, without a call
+    tracker_of_forward = tracker.reference()()
+    if phase is None and (x.grad_fn is not None or tracker_of_forward is not None):
+        y = reader.apply_with_view(tracker_of_forward, function, call, x, read, tensors)
     else:
         y = function(read, *tensors)
     return x + y if call.adds_residual_outside else y

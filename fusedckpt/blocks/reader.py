@@ -18,8 +18,8 @@ from fusedckpt.autograd import origins, private
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Made, Stored, View, cast, unpack
-from fusedckpt.autograd.tracker import Tracker, active
+from fusedckpt.autograd.recipes import Count, Made, Stored, View, cast, unpack
+from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import BlockCall
 from fusedckpt.kernels.norm import NormRule
@@ -41,14 +41,20 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
     # an eager reference's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
-        source = origins.of_first_saved("norm", partial(_normalised, call))
+        again = partial(_normalised, call, (weight is not None, bias is not None))
+        source = partial(origins.of_first_saved, "norm", again)
         origins.note(n, origins.NORM, source, weight, bias)
     return n
 
 
-def _normalised(call: Any, x: Tensor, *parameters: Tensor | None) -> Tensor:
+def _normalised(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
+    """Return a norm's result again; are_given: which of its parameters there are."""
+    remaining = iter(parameters)
+    tensors: list[Tensor | None] = [x]
+    for is_given in are_given:
+        tensors.append(next(remaining) if is_given else None)
     compute = run.forward if is_unwatched() else ops.forward_op
-    return compute(call, call.forward(()), (x, *parameters))[0]
+    return compute(call, call.forward(()), tensors)[0]
 
 
 def rule_of_recipe(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
@@ -57,51 +63,65 @@ def rule_of_recipe(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
     Beside it: whether the norm has a weight, and a bias; the recipe's inputs are x and these.
     """
     again = made.again
-    if not isinstance(again, partial) or again.func is not origins.with_absent:
+    if not isinstance(again, partial) or again.func is not _normalised:
         return None
-    run_again, are_given = again.args
-    if not isinstance(run_again, partial) or run_again.func is not _normalised:
-        return None
-    step: Any = run_again.args[0].program.steps[0].op
-    return step.rule, are_given
+    call, are_given = again.args
+    return call.program.steps[0].op.rule, are_given
 
 
 def apply_with_view(
-    function: Callable[..., Any], call: BlockCall, x: Tensor, read: Tensor, tensors: Sequence[Any]
+    tracker: Tracker | None,
+    function: Callable[..., Any],
+    call: BlockCall,
+    x: Tensor,
+    read: Tensor,
+    tensors: Sequence[Any],
 ) -> Any:
     """Run a block on `read`, which is x in its compute dtype; save the recipe of x, if any.
 
-    In a forward that is tracked, note the block's saved inputs, and a norm's result.
+    tracker: of the forward, if it has one: the block's saved inputs are noted there, and a norm's
+    result.
     """
-    tracker = active()
     view = None if tracker is None else tracker.view_of(read)
     if view is None and (call.shares or call.is_norm):
         view = origins.view_of(x, *_MAKERS[call.is_norm])
-        view = None if view is None else cast(view, x, read)
-    y = function(read, *tensors) if view is None else _saving(view, function, read, tensors)
+        if view is not None and read is not x:
+            view = cast(view, x, read)
+    if view is None:
+        y = function(read, *tensors)
+    elif private.top_hooks() is None:
+        y = _saving(view, function, read, tensors, None)
+    else:
+        with uncounted() as count:
+            if private.top_hooks() is None:
+                y = _saving(view, function, read, tensors, count)
+            else:
+                # hooks can be set only on tensors saved without hooks
+                y = function(read, *tensors)
     if tracker is not None:
         _note(tracker, call, (read, *tensors), y, 1 if view is not None else 0)
     return y
 
 
-def _saving(view: View, function: Callable[..., Any], read: Tensor, tensors: Sequence[Any]) -> Any:
-    """Run a block; save a view in place of its first input, where only counting hooks see that."""
-    with uncounted() as count:
-        y = function(read, *tensors)
-        # hooks can be set only on tensors saved without hooks
-        if private.top_hooks() is not None or y.grad_fn is None:
-            return y
-        saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
-        if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
-            place = inputs.index(0)
-            stored = Stored().save(view, count)
-            # the pack hook is called at once, and frees the input
-            raw[place].register_hooks(lambda _: stored, unpack)
-            saved = *saved[:place], *saved[place + 1 :]
-        for tensor in saved:
-            if tensor is not None and count is not None:
-                count(tensor)
+def _saving(
+    view: View, function: Callable[..., Any], read: Tensor, tensors: Sequence[Any], count: Count
+) -> Any:
+    """Run a block; save a view in place of its first input. count: a hook that counts the rest."""
+    y = function(read, *tensors)
+    if y.grad_fn is None:
         return y
+    saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
+    if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
+        place = inputs.index(0)
+        view.source.add_reader(count)
+        # the pack hook is called at once, and frees the input
+        raw[place].register_hooks(partial(Stored, view), unpack)
+        saved = *saved[:place], *saved[place + 1 :]
+    if count is not None:
+        for tensor in saved:
+            if tensor is not None:
+                count(tensor)
+    return y
 
 
 def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, first: int) -> None:
@@ -114,10 +134,6 @@ def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, firs
             tracker.note(inputs[index], None)
     if call.is_norm:
         x, *parameters = inputs
-        again = partial(
-            origins.with_absent,
-            partial(_normalised, call),
-            [isinstance(t, Tensor) for t in parameters],
-        )
+        again = partial(_normalised, call, [isinstance(t, Tensor) for t in parameters])
         given = [t for t in parameters if isinstance(t, Tensor)]
         tracker.make("norm", again, [x, *given], [y], saves_parameters=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -198,10 +199,10 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
         rows_of_x = x.detach().redistribute(placements=[split]).to_local()
     rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
     whole = _Whole.apply(whole, rows_of_x)
-    origins.note(whole, origins.ROWS, origins.of_first_saved("rows", rows.again))
+    origins.note(whole, origins.ROWS, partial(origins.of_first_saved, "rows", rows.again))
     y = block(whole)
     # whether the block saves rows and gathers its input again
-    saved = raw_saved(y.grad_fn)
+    saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
     gathers = bool(saved) and isinstance(saved[0].data, recipes.Stored)
     is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
     if not (gathers and sharding.output == split and is_like_x):
@@ -254,10 +255,8 @@ def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
         whole = _Whole.apply(whole, whole)
         if private.top_hooks() is not None or not (raw := raw_saved(whole.grad_fn)):
             return whole
-        stored = recipes.Stored()
         # not as a reader: its node never reads it
-        stored.view = view
-        raw[0].register_hooks(lambda _: stored, recipes.unpack)
+        raw[0].register_hooks(partial(recipes.Stored, view), recipes.unpack)
     origins.note(whole, origins.ROWS, _first_source)
     return whole
 

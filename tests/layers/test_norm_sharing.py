@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
 import torch
 import torch._dynamo.compiled_autograd
@@ -317,3 +320,29 @@ def test_a_change_before_backward_raises(norm, mlp, changed):
         tensors[changed].add_(1.0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(y.sum(), [*mlp.parameters()])
+
+
+def calls_of_ours(run):
+    """Return how many Python functions of the library run() calls."""
+    root, count = os.path.dirname(fusedckpt.__file__), [0]
+
+    def noted(frame, event, _):
+        count[0] += event == "call" and frame.f_code.co_filename.startswith(root)
+
+    sys.setprofile(noted)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+def test_python_work_of_a_shared_norm():
+    """A warm norm, and an MLP that saves its recipe: a small model waits for these calls."""
+    norm, mlp = (layer.to(DEVICE) for layer in (fusedckpt.RMSNorm(D), fusedckpt.MLP(D, F)))
+    x = randn(4, D)
+    with forced_path("aten"):
+        mlp(norm(x)).sum().backward()
+        loss = []
+        assert calls_of_ours(lambda: loss.append(mlp(norm(x)).sum())) <= 57
+        assert calls_of_ours(loss[0].backward) <= 61
