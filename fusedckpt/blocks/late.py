@@ -53,10 +53,12 @@ class WeightRead(torch.autograd.Function):
     def forward(ctx: Any, weight: Tensor) -> Tensor:
         """Return a view of the weight."""
         ctx.gradient = None
+        # a reader without gradients returns none
+        ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:  # type: ignore[override]
         """Compute the gradient, or pass the one that came."""
         gradient, ctx.gradient = ctx.gradient, None
         return dy if gradient is None else gradient.compute()
