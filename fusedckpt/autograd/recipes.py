@@ -315,6 +315,11 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a value: itself, or those in lists and tuples."""
     if isinstance(value, Tensor):
         return [value]
+    tensors = []
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in tensors_in(part)]
-    return []
+        for part in value:  # without a call for each
+            if isinstance(part, Tensor):
+                tensors.append(part)
+            elif isinstance(part, (list, tuple)):
+                tensors += tensors_in(part)
+    return tensors

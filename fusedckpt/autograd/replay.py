@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +34,8 @@ class Replay:
     ):
         self.func, self.device, self.writes = func, device, writes
         # with holes for tensors
-        self.args = [_emptied(value) for value in args]
-        self.kwargs = {name: _emptied(value) for name, value in kwargs.items()} if kwargs else {}
+        self.args = _emptied(args)
+        self.kwargs = dict(zip(kwargs, _emptied(kwargs.values()), strict=True)) if kwargs else {}
         self.autocast = autocast_dtype(device) if is_any_autocast_on() else None
 
     def filled(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -53,13 +53,18 @@ class Replay:
             return self.func(*args, **kwargs)
 
 
-def _emptied(value: Any) -> Any:
-    """Return a value with holes for tensors."""
-    if isinstance(value, Tensor):
-        return _HOLE
-    if type(value) in (list, tuple):
-        return type(value)([_emptied(part) for part in value])
-    return value
+def _emptied(values: Iterable[Any]) -> list[Any]:
+    """Return values with holes for tensors."""
+    emptied: list[Any] = []
+    for value in values:
+        kind = type(value)
+        if isinstance(value, Tensor):
+            emptied.append(_HOLE)
+        elif kind is list or kind is tuple:
+            emptied.append(kind(_emptied(value)))
+        else:
+            emptied.append(value)
+    return emptied
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:

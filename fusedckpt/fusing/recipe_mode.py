@@ -8,6 +8,7 @@ are run again in backward, GEMMs, convolutions and attention never are.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ FLOOR_BYTES = 1 << 20
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _SEQUENCES = frozenset((list, tuple))
+# without a call of Python's
+_IS_TRUE = partial(operator.is_, True)
 
 
 class RecipeMode(TorchFunctionMode):
@@ -105,7 +108,7 @@ class RecipeMode(TorchFunctionMode):
 
     def _cheap(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """Run a cheap function; its result has a recipe."""
-        if func in WRITES or kwargs.get("inplace") or any(x is True for x in args):
+        if func in WRITES or kwargs.get("inplace") or any(map(_IS_TRUE, args)):
             return self._writing(func, args, kwargs, inputs)
         if func not in SAVES_NOTHING:
             y, saved = self._run(func, args, kwargs)
@@ -273,10 +276,13 @@ def _inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
     for x in args:
         if isinstance(x, Tensor):
             inputs.append(x)
-        elif type(x) in (list, tuple):
+        elif type(x) in _SEQUENCES:
             inputs += tensors_in(x)
     for x in kwargs.values():
-        inputs += tensors_in(x)
+        if isinstance(x, Tensor):
+            inputs.append(x)
+        elif isinstance(x, (list, tuple)):
+            inputs += tensors_in(x)
     return inputs
 
 
