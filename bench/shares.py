@@ -41,6 +41,7 @@ LANGUAGE: Mapping[str, Shape] = {**DENSE, **HARDER, **EXPERTS}
 UNIT = TOKENS * D * 2
 FILE = "shares.jsonl"
 LAYERS_FILE = "layers.jsonl"
+WHOLE_FILE = "whole.jsonl"
 
 
 def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
@@ -111,7 +112,7 @@ def options(add: Options) -> None:
     add.add_argument("models", nargs="*", metavar="MODEL", help="models; default: all")
     add.flag("whole", "whole language models with head and loss, the bytes of 64 tokens")
     add.flag("verbose", "print reports of fuse, too")
-    add.place(f"{LAYERS_FILE} and {FILE}", has_device=False)
+    add.place(f"{LAYERS_FILE} and {FILE}, or {WHOLE_FILE}", has_device=False)
 
 
 def prepare(chosen: Namespace) -> Namespace:
@@ -130,13 +131,11 @@ def run(chosen: Namespace) -> int:
     # libraries warn of kernels that a CPU has not
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
+    layers = partial(_layers, is_verbose=chosen.verbose)
+    parts = [(LANGUAGE, layers, LAYERS_FILE), (ZOO, _survey, FILE)]
     if chosen.whole:
-        _run_whole(chosen.models)
-        return 0
-    for models, measure, file in (
-        (LANGUAGE, partial(_layers, is_verbose=chosen.verbose), LAYERS_FILE),
-        (ZOO, _survey, FILE),
-    ):
+        parts = [(WHOLE, _wholes, WHOLE_FILE)]
+    for models, measure, file in parts:
         names = [name for name in chosen.models if name in models]
         if rows := measure(names) if names else []:
             append(rows, chosen.out / file)
@@ -144,7 +143,8 @@ def run(chosen: Namespace) -> int:
     return 0
 
 
-def _run_whole(names: Sequence[str]) -> None:
+def _wholes(names: Sequence[str]) -> list[Row]:
+    """Measure whole language models, print their table and median, and return their rows."""
     wholes = []
     with progress("shares", len(names)) as tick:
         for name in names:
@@ -153,6 +153,12 @@ def _run_whole(names: Sequence[str]) -> None:
     show("Bytes that a step of 64 tokens saves", _WHOLES, wholes)
     gone = [1 - after / before for _, before, after in wholes]
     print(f"median of {len(gone)}: {median(gone):.1%} gone")
+    facts = environment(torch.device("cpu"), DTYPE)
+    return [
+        _row(name, "a whole model", way, size) | facts
+        for name, before, after in wholes
+        for way, size in (("eager", before), ("fuse", after))
+    ]
 
 
 def _layers(names: Sequence[str], is_verbose: bool) -> list[Row]:
@@ -230,7 +236,7 @@ def _row(name: str, group: str, way: str, saved: float) -> Row:
         "dtype": str(DTYPE).removeprefix("torch."),
         "both_ms": None,
         "saved_bytes": round(saved),
-        # a layer has none
+        # measured of whole models of other groups alone
         "peak_bytes": None,
     }
 
