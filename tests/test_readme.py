@@ -164,6 +164,20 @@ def test_layers_are_the_committed_ones():
     assert f"of {len(layers)} language models" in text
 
 
+def test_whole_models_are_the_committed_ones():
+    gone = {}
+    for rows in groups(read(ROOT / "bench/results/cpu/whole.jsonl")):
+        saved = {row["name"]: row["saved_bytes"] for row in rows}
+        gone[rows[0]["case"]] = 1 - saved["fuse"] / saved["eager"]
+    least, most = min(gone, key=gone.__getitem__), max(gone, key=gone.__getitem__)
+    text = " ".join((ROOT / "bench/README.md").read_text(encoding="utf-8").split())
+    assert f"{len(gone)} dense models at their published depth" in text
+    assert (
+        f"the median model saves {median(gone.values()):.1%} less after `fuse(head=True)`, "
+        f"from {gone[least]:.1%} ({least}) to {gone[most]:.1%} ({most})"
+    ) in text
+
+
 def test_results_are_the_committed_ones():
     stack = [row for row in read(ROOT / "bench/results/cpu/run.jsonl") if row["case"] == "stack"]
     rows, expected = {row["name"]: row for row in stack}, []
