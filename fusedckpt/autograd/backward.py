@@ -131,13 +131,13 @@ def donating(
     return result
 
 
-def twin_gradients(
-    twin: Callable[..., tuple[Tensor, ...]],
+def reference_gradients(
+    reference: Callable[..., tuple[Tensor, ...]],
     inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
     grads: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Return the gradients of `twin(*inputs)`, which can be differentiated again in grad mode.
+    """Return the gradients of `reference(*inputs)`, which can be differentiated again in grad mode.
 
     inputs: as backward got them; a view of each keeps one tensor given twice apart.
     """
@@ -151,7 +151,7 @@ def twin_gradients(
             else tensor.detach().requires_grad_(need)
             for tensor, need in zip(inputs, needs, strict=True)
         ]
-        pairs = zip(twin(*views), grads, strict=True)
+        pairs = zip(reference(*views), grads, strict=True)
         pairs = [(y, dy) for y, dy in pairs if dy is not None and y.requires_grad]
         computed = torch.autograd.grad(
             [y for y, _ in pairs],

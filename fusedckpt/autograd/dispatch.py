@@ -80,8 +80,8 @@ class Context(NamedTuple):
     autocast: torch.dtype | None
     # the level of `saving`
     level: str | None
-    # whether only the eager reference may run
-    twin: bool
+    # whether the eager reference alone may run
+    reference_only: bool
     # whether nothing traces or watches ops
     is_unwatched: bool
     # the path and the variant that are forced, or None
@@ -206,36 +206,36 @@ class Decided(Protocol):
         ...
 
     def plan(self, context: Context, /, *metas: Any) -> Any:
-        """Return the call; None to run the reference, OWN to run the module's own forward."""
+        """Return the call; None to run the reference, OWN_FORWARD for that of the module."""
         ...
 
 
 # what `plan` returns where a module calls the forward of its own class, and its children's
-OWN = "own"
+OWN_FORWARD = "own forward"
 
 
 class Decision(NamedTuple):
     """The decision for a call: the checked call and its phase; None to run the eager reference.
 
-    is_own: whether a module runs the forward of its own class instead, as for tensors of other
-    classes and where a program is recorded.
+    runs_own_forward: whether a module runs the forward of its own class instead, as for tensors of
+    other classes and where a program is recorded.
     """
 
     call: Any = None
     phase: SavePhase | None = None
-    is_own: bool = False
+    runs_own_forward: bool = False
 
 
 def decide(options: Decided, *tensors: Any) -> Decision:
     """Return the decision for a call, which is remembered for equal options, tensors and state."""
     if is_recorded(tensors[0]):
-        return Decision(is_own=options.is_module)
+        return Decision(runs_own_forward=options.is_module)
     if torch.compiler.is_compiling():
-        return _decided_anew(options, tensors, twin=True)
+        return _decided_anew(options, tensors, reference_only=True)
     grad = torch.is_grad_enabled()
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.phase_of_layer() if grad and not is_free else None
-    is_twin = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
+    reference_only = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
     # quicker than appending
     metas: list[Any] = [None] * len(tensors)
     for place, t in enumerate(tensors):
@@ -246,7 +246,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
             and t.layout is torch.strided
             and not (t.is_nested or (grad and t.is_inference()))
         ):
-            return _decided_anew(options, tensors, is_twin)._replace(phase=phase)
+            return _decided_anew(options, tensors, reference_only)._replace(phase=phase)
         metas[place] = t.shape, t.dtype, t.device
     has_modes = private.num_dispatch_modes() or (
         private.num_function_modes() and tracker.num_other_modes()
@@ -255,7 +255,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,
         levels.override.level,
-        is_twin,
+        reference_only,
         not (has_modes or private.is_profiled()),
         (_forced, _PREFERRED),
     )
@@ -263,7 +263,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         decision = _remembered(context, tuple(metas), type(options), *options)  # type: ignore[misc]  # a NamedTuple
     except TypeError:
         # an option that cannot be hashed is invalid: this raises
-        decision = _decided_anew(options, tensors, is_twin)
+        decision = _decided_anew(options, tensors, reference_only)
     return decision if phase is None else decision._replace(phase=phase)
 
 
@@ -282,20 +282,22 @@ def _remembered(state: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
 
 def _checked(options: Any, context: Context, metas: Any) -> Decision:
     planned = options.plan(context, *metas)
-    return Decision(is_own=True) if planned is OWN else Decision(planned)
+    return Decision(runs_own_forward=True) if planned is OWN_FORWARD else Decision(planned)
 
 
-def _decided_anew(options: Any, tensors: tuple[Any, ...], twin: bool) -> Decision:
+def _decided_anew(options: Any, tensors: tuple[Any, ...], reference_only: bool) -> Decision:
     level = levels.override.level
-    is_own = options.is_module and not are_plain(*tensors)
+    runs_own_forward = options.is_module and not are_plain(*tensors)
     pairs = zip(options.operands, tensors, strict=True)
     by_name = {operand.name: t for operand, t in pairs if t is not None}
-    if is_own or not takes_all(options.name, by_name):
+    if runs_own_forward or not takes_all(options.name, by_name):
         options.check(level)
-        return Decision(is_own=is_own)
+        return Decision(runs_own_forward=runs_own_forward)
     autocast = autocast_dtype(tensors[0].device) if tensors[0] is not None else None
     grad = torch.is_grad_enabled()
-    context = Context(grad, autocast, level, twin=twin, is_unwatched=False, forced=())
+    context = Context(
+        grad, autocast, level, reference_only=reference_only, is_unwatched=False, forced=()
+    )
     metas = [None if t is None else Meta(t.shape, t.dtype, t.device) for t in tensors]
     return _checked(options, context, metas)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import backward as autograd
 from fusedckpt.autograd import dispatch, levels, private, tracker
-from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, twin_gradients
+from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, reference_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import SEES_BATCHES
@@ -99,7 +99,7 @@ class Block(torch.autograd.Function):
             values |= ctx.quantised
         like = dys[0] if dys[0] is not None else _first(dys)
         if torch.is_grad_enabled() or not SEES_BATCHES:
-            return (None, None, *_twin_gradients(ctx, values, dys, wanted))
+            return (None, None, *_reference_gradients(ctx, values, dys, wanted))
         compute = run.backward if is_unwatched or ctx.quantised else ops.backward_op
         if not is_unwatched and not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(
@@ -253,7 +253,7 @@ def _check_twice(call: BlockCall, values: dict[Any, Any], whole: Schedule) -> No
             )
 
 
-def _twin_gradients(
+def _reference_gradients(
     ctx: Any, saved: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
 ) -> list[Tensor | None]:
     """Return gradients by the eager reference, as a graph that can be differentiated again."""
@@ -280,7 +280,7 @@ def _twin_gradients(
             tensor = call.stand_in(name)
         tensors.append(tensor if isinstance(tensor, Tensor) else None)
 
-    def twin(*tensors: Any) -> tuple[Tensor, ...]:
+    def reference(*tensors: Any) -> tuple[Tensor, ...]:
         values = dict(zip(firsts, tensors, strict=False))
         quantised = ctx.quantised or {}
         params = [quantised.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
@@ -292,7 +292,7 @@ def _twin_gradients(
         return tuple([y.view(*like.shape[:-1], y.shape[-1]) for y in results])
 
     with torch.autocast(like.device.type, enabled=False):
-        grads = twin_gradients(twin, tensors, flags, dys)
+        grads = reference_gradients(reference, tensors, flags, dys)
     if program.saved_results:
         grads = [grads[0] if want else None for want in wanted[:count]] + grads[1:]
     return grads

@@ -86,7 +86,7 @@ class ExpertOptions(NamedTuple):
         gating, level = self.check(context.level)
         linears = self.linears.of(metas)
         self._check(context, x, index, scores, linears)
-        if context.twin:
+        if context.reference_only:
             return None
         dtype = context.compute_dtype(x.dtype)
         num_experts, *sizes = linears[-1].weight.shape
@@ -206,7 +206,12 @@ class ExpertOptions(NamedTuple):
         """Return the result by torch's own ops; routing: index and scores."""
         autocast = dispatch.autocast_dtype(x.device)
         context = Context(
-            grad=False, autocast=autocast, level=None, twin=True, is_unwatched=False, forced=()
+            grad=False,
+            autocast=autocast,
+            level=None,
+            reference_only=True,
+            is_unwatched=False,
+            forced=(),
         )
         b = Builder(context, context.compute_dtype(x.dtype))
         (gating, _) = self.check(None)

@@ -135,7 +135,7 @@ class GatedNormOptions(NamedTuple):
             raise ValueError(f"{name}: x must end in [{width}], got {list(x.shape)}")
         validate.check_shape(name, "gate", gate, *x.shape, must="must have the shape of x,")
         validate.check_shape(name, "weight", weight, width)
-        if context.twin:
+        if context.reference_only:
             return None
         dtypes = (x.dtype,) if weight is None else (x.dtype, weight.dtype)
         widens = self.cast == "llama" and self.gates_first

@@ -123,7 +123,7 @@ class HeadOptions(NamedTuple):
         self._check(x, target)
         dtype = context.compute_dtype(x.dtype)
         validate.multiplied(name, context, dtype, by_names)
-        if context.twin:
+        if context.reference_only:
             return None
         b = Builder(context, dtype)
         classes = linears[0].weight.shape[0]

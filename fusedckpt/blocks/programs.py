@@ -178,7 +178,7 @@ class BlockOptions(NamedTuple):
         dtype = context.compute_dtype(dtype)
         validate.multiplied(name, context, dtype, by_names)
         validate.check_kernel(name, self.kernel, x, dtype)
-        if context.twin:
+        if context.reference_only:
             return None
         b = Builder(context, dtype)
         shape = linears[-1].weight.shape
@@ -316,7 +316,7 @@ class NormOptions(NamedTuple):
         self.check(context.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
-            return dispatch.OWN
+            return dispatch.OWN_FORWARD
         validate.tensors(name, self.operands, (x, residual, weight, bias))
         b = Builder(context, x.dtype)
         inputs = {"x": x}
@@ -331,7 +331,7 @@ class NormOptions(NamedTuple):
             reads = b.add(Add(), "total", ("x", "residual"))
             keeps = (reads,)
         dtype = validate.norm_dtype(name, x, spec, shape, context)
-        if context.twin:
+        if context.reference_only:
             return None
         kernel = kernel_of_norm(x, x.dtype)
         sums = sums_dtype(x, weight, bias)

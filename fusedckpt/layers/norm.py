@@ -56,7 +56,7 @@ def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
-    call, phase, is_own = dispatch.decide(options, x, None, weight, bias)
+    call, phase, runs_own_forward = dispatch.decide(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)
         return y if phase is not None else reader.note_norm(norm, y, weight, bias)
@@ -65,7 +65,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         y = sharded.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
         if y is not None:
             return y
-    if is_own:
+    if runs_own_forward:
         fallbacks.note_fallback(norm, fallbacks.unplain(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
 

@@ -36,7 +36,7 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> BlockCall:
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
     context = Context(
-        grad=True, autocast=None, level=None, twin=False, is_unwatched=True, forced=()
+        grad=True, autocast=None, level=None, reference_only=False, is_unwatched=True, forced=()
     )
     b = Builder(context, dtype)
     fc1 = b.linear(LinearNames("fc1_weight", "fc1_bias"), Parts(w1, b1))

@@ -165,10 +165,10 @@ def test_double_backward_of_every_mask(case):
 
 @each
 @on_aten
-def test_double_backward_runs_the_twin(case, monkeypatch):
-    calls, twin_gradients = [], block.twin_gradients
+def test_double_backward_runs_the_reference(case, monkeypatch):
+    calls, reference_gradients = [], block.reference_gradients
     monkeypatch.setattr(
-        block, "twin_gradients", lambda *args: calls.append(1) or twin_gradients(*args)
+        block, "reference_gradients", lambda *args: calls.append(1) or reference_gradients(*args)
     )
     inputs = case.inputs((3,), 4, 5)
     sums = [y.sum() for y in as_tuple(case.fused(*inputs))]
@@ -194,7 +194,7 @@ def test_keeps_nothing_without_grad_and_as_much_on_either_path(case):
 
 
 @each
-def test_torch_func_runs_the_twin(case):
+def test_torch_func_runs_the_reference(case):
     if "dropout" in case.name or "both" in case.name:
         pytest.skip("transforms draw torch's own")
     inputs = [None if x is None else x.detach() for x in case.inputs((6,), 5, 7, torch.float64)]
