@@ -50,6 +50,8 @@ class ExpertOptions(NamedTuple):
     is_module: bool = False
     # the names of the weights
     linears: Linears = Linears(ROUTED)
+    # the types in a ClampedSwiGLU, as True equals 1
+    kinds: tuple[type, ...] = ()
     # in errors about tensors
     name: str = "experts"
     # adapters that drop are refused
@@ -240,6 +242,11 @@ class ExpertOptions(NamedTuple):
         dim = 2 if self.is_transposed else 1
         firsts = zip(_halves(weight, self.gating, dim), _halves(bias, self.gating, 1), strict=True)
         return self._replace(linears=Linears(ROUTED_GATED)), [*firsts, last]
+
+
+def kinds_in(gating: Any) -> tuple[type, ...]:
+    """Return the types in a ClampedSwiGLU."""
+    return tuple(map(type, gating)) if isinstance(gating, ClampedSwiGLU) else ()
 
 
 def _halves(weight: Any, gating: Any, dim: int) -> Any:

@@ -79,6 +79,8 @@ class HeadOptions(NamedTuple):
     linears: Linears = Linears(LINEAR)
     # whether a module asks, which may run its own forward
     is_module: bool = False
+    # the types in `rule`, as True equals 1
+    kinds: tuple[type, ...] = ()
     # seeds of its own dropouts: it has none
     num_seeds: int = 0
 

@@ -50,7 +50,7 @@ class BlockOptions(NamedTuple):
     activation: str | None = None
     # the norm before, without its tensors
     norm: NormSpec | None = None
-    # the types of its fields, as True equals 1
+    # the types in `norm`, as True equals 1
     kinds: tuple[type, ...] = ()
     # the shape of a module's norm
     over: Any = None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.experts import LEVELS, ExpertOptions
+from fusedckpt.blocks.experts import LEVELS, ExpertOptions, kinds_in
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.gating import ClampedSwiGLU
 
@@ -79,7 +79,8 @@ def experts(
 
     Source: Guo et al., "SonicMoE", arXiv 2512.14080: the gradient of a score is a sum of dh * h.
     """
-    options = ExpertOptions("experts", activation, is_transposed, save, chunks=chunks)
+    kinds = kinds_in(activation)
+    options = ExpertOptions("experts", activation, is_transposed, save, chunks=chunks, kinds=kinds)
     weights = [(gate_up, gate_up_bias), (down, down_bias)]
     return run_linears(options, x, (index, scores), weights)
 
@@ -149,7 +150,14 @@ class Experts(nn.Module):
 
     @staticmethod
     def _options(activation: Any, save: str, chunks: int | None) -> ExpertOptions:
-        return ExpertOptions("Experts", activation, default=save, chunks=chunks, is_module=True)
+        return ExpertOptions(
+            "Experts",
+            activation,
+            default=save,
+            chunks=chunks,
+            is_module=True,
+            kinds=kinds_in(activation),
+        )
 
     def forward(self, input: Tensor, index: Tensor, scores: Tensor) -> Tensor:
         """Map [..., D] to [..., D] by the experts `index` [..., K], weighted by `scores`."""

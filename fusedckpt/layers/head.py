@@ -80,7 +80,8 @@ def linear_cross_entropy(
     name = "linear_cross_entropy"
     _check(name, reduction, label_smoothing, z_loss, num_items)
     rule = LogitRule(scale, softcap, ignore_index=ignore_index)
-    statistics = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
+    options = HeadOptions(name, rule, chunks, save, kinds=tuple(map(type, rule)))
+    statistics = _statistics(options, x, weight, target, bias)
     loss = (label_smoothing - 1) * statistics[..., 0]
     if label_smoothing:
         loss = loss - label_smoothing * statistics[..., 2]
@@ -126,7 +127,8 @@ def token_logprobs(
         arguments.wrong_value(name, "temperature", "a positive number", temperature)
     has_entropy = arguments.flag(name, "entropy", entropy)
     rule = LogitRule(scale, softcap, 1 / temperature, ignore_index, has_entropy)
-    statistics = _statistics(HeadOptions(name, rule, chunks, save), x, weight, target, bias)
+    options = HeadOptions(name, rule, chunks, save, kinds=tuple(map(type, rule)))
+    statistics = _statistics(options, x, weight, target, bias)
     return (statistics[..., 0], statistics[..., 3]) if has_entropy else statistics[..., 0]
 
 

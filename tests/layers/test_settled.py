@@ -6,7 +6,7 @@ from support import DEVICE, Watched, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
-from fusedckpt import NormSpec, functional
+from fusedckpt import ClampedSwiGLU, NormSpec, functional
 from fusedckpt.autograd import dispatch
 from fusedckpt.blocks import run
 
@@ -89,6 +89,15 @@ def test_true_is_not_one():
         functional.rms_norm(x, (True,), w, 1.0)
     with pytest.raises(TypeError, match=r"norm\.eps must be a number"):
         functional.mlp(x, randn(F, 1), None, randn(1, F), None, norm=NormSpec("rms", w, eps=True))
+    head = (x, randn(F, 1), torch.zeros(ROWS, dtype=torch.int64, device=DEVICE))
+    functional.linear_cross_entropy(*head, scale=1.0)
+    with pytest.raises(TypeError, match="scale must be a number"):
+        functional.linear_cross_entropy(*head, scale=True)
+    index = torch.zeros(ROWS, 1, dtype=torch.int64, device=DEVICE)
+    routed = (x, index, randn(ROWS, 1), randn(2, 2 * F, 1), randn(2, 1, F))
+    functional.experts(*routed, activation=ClampedSwiGLU(offset=1.0))
+    with pytest.raises(TypeError, match=r"activation\.offset must be a number"):
+        functional.experts(*routed, activation=ClampedSwiGLU(offset=True))
 
 
 def test_the_environment(module, monkeypatch):
