@@ -5,6 +5,8 @@ is told with the number that its checkpoint has; a convolutional network is buil
 those of the checkpoint divided by up to 32. Ratios of widths, heads and experts stay.
 """
 
+# the checkers' environment does not have diffusers, timm and torchvision
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
