@@ -138,6 +138,7 @@ def near_limits() -> None:
         norm_grads(n)
     for n in (4096, 8192):
         rare_norm_grads(n)
+    gated_norms()
 
 
 def one_of_each() -> None:
@@ -145,7 +146,6 @@ def one_of_each() -> None:
     near_limits()
     norms(4096)
     norms(32768)
-    gated_norms()
     chained()
     codes()
     dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
