@@ -84,12 +84,12 @@ def prepare(chosen: Namespace) -> Namespace:
     return chosen
 
 
-def in_segments(model: Any, whose: str, segments: int | str) -> Way:
+def in_segments(model: Any, library: str, segments: int | str) -> Way:
     """Return torch's checkpoint_sequential, or ours."""
     run = partial(fusedckpt.checkpoint_sequential, model, segments)
-    if whose == "torch":
+    if library == "torch":
         run = partial(checkpoint_sequential, model, segments, use_reentrant=False)
-    return Way(f"{whose} {segments}", run)
+    return Way(f"{library} {segments}", run)
 
 
 def batches_of(chosen: Namespace, side: int, batch: int) -> list[Batch]:

@@ -19,7 +19,7 @@ import numpy as np
 Row = dict[str, Any]
 Rows = Sequence[Row]
 MIB = 2**20
-# in every row: what was measured where, how it ended, and the numbers of all commands
+# in every row: the case and the machine, how it ended, and the numbers of all commands
 _SHARED = ("command", "case", "name", "failure", "is_wrong", "dtype", "device", "date", "commit")
 _SHARED += ("torch", "both_ms", "saved_bytes", "peak_bytes")
 # beside those of `bench run` at a number of tokens: what its tables need

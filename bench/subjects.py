@@ -1,4 +1,4 @@
-"""Models whose ways of training are compared: small ones of ours, and one from your factory."""
+"""Models, to compare their ways of training: small ones of ours, and one from your factory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _train(work: Workload) -> None:
 
 
 def _adapted(model: nn.Module, kind: str, rank: int, targets: str) -> nn.Module:
-    """Return a model with peft's adapters, whose input is dropped by no rate."""
+    """Return a model with peft's adapters, without dropout of their input."""
     import peft
 
     names = "all-linear" if targets == "all" else ["q_proj", "v_proj"]

@@ -72,7 +72,7 @@ def selective(model: nn.Module) -> nn.Module:
     return wrap_units(model, partial(checkpoint_wrapper, context_fn=contexts))
 
 
-# names of ways whose checkpoint has a cache
+# names of ways with a cache in their checkpoint
 CACHED = ("selective",)
 # each changes the model that it is given, and returns it
 RECIPES: dict[str, Callable[[nn.Module], nn.Module]] = {

@@ -228,7 +228,7 @@ def _measured(chosen: Namespace, subject: Subject, seed: int) -> list[Row]:
 
 
 def _title(columns: Row, kind: str, count: int, trained: int) -> str:
-    """Return what is trained, in a line."""
+    """Return the trained model, its data and optimizer, in a line."""
     if "layers" not in columns:
         return f"{kind} of {columns['case']}: {count:,} parameters"
     name = {"own": "own transformer"}.get(columns["case"], f"transformers' {columns['case']}")

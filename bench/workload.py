@@ -44,7 +44,7 @@ class Way(NamedTuple):
     is_exact: bool = True
     # whether it keeps results beside the tensors that autograd saves
     has_cache: bool = False
-    # what a reader must know of it
+    # the facts that a reader needs beside the numbers
     note: str = ""
 
 

@@ -241,7 +241,7 @@ def _on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> 
         else:
             found.append(Phase(name, start, peak, (time_ns - since) / 1e6))
             name, since, start, peak = marked, time_ns, live, live
-    # what comes before the first marker is the profiler's
+    # events before the first marker are the profiler's
     return found[1:]
 
 

@@ -186,7 +186,7 @@ def channel_norm(
 ) -> Tensor:
     """Return act of a norm of x [N, C, ...], which fills its storage, plus a residual.
 
-    groups: of a group norm, whose statistics are [N, groups]; 0 for a batch norm's [C].
+    groups: of a group norm, with statistics [N, groups]; 0 for a batch norm's [C].
     """
     channels = x.shape[1]
     length = x[0, 0].numel()

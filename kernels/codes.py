@@ -1,4 +1,4 @@
-"""Activations whose derivative has four steps, saved as codes of two bits.
+"""Activations with a derivative of four steps, saved as codes of two bits.
 
 The value is exact. The code of z is the number of boundaries below z; the derivative is the slope
 of its code. A byte holds four codes: byte j of a row those of columns j, j + Q, j + 2 Q and j + 3 Q

@@ -313,7 +313,7 @@ def _launch_gate_grad(
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """Return a block's tensors in at least float32: what is between them is not rounded."""
+    """Return a block's tensors in at least float32: values between them are not rounded."""
     return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 

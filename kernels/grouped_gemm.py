@@ -240,6 +240,6 @@ def clear_unused(dw: Tensor, ends: Tensor) -> None:
 
 
 def _options(x: Tensor, leads: tuple[int, ...], k: int) -> dict[str, Any]:
-    """Return the options of a launch, whose operands have rows `leads` apart."""
+    """Return the options of a launch of operands with rows `leads` apart."""
     aligned = all(lead * x.element_size() % 16 == 0 for lead in leads)
     return options_for(x, k, False, aligned)

@@ -117,11 +117,11 @@ def saved_view(node: Any) -> View | None:
 
 
 def mark_segment(node: Any, segment: Any) -> None:
-    """Note the checkpoint whose function returned a node's result."""
+    """Note the checkpoint of the function that returned a node's result."""
     node.metadata[_SEGMENT] = weakref.ref(segment)
 
 
 def segment_of(node: Any) -> Any:
-    """Return the checkpoint whose function returned a node's result, None for none."""
+    """Return the checkpoint of the function that returned a node's result, or None."""
     reference = node.metadata.get(_SEGMENT)
     return None if reference is None else reference()

@@ -92,7 +92,7 @@ def at_end_of_backward(callback: Callable[[], Any]) -> None:
 
 
 def ends_backward() -> bool:
-    """Whether a backward runs whose end can raise: a group's is that of an object."""
+    """Whether the end of the backward that runs can raise: a group's is that of an object."""
     return _queue is not None and _exec_group() is None and _task_id() != -1
 
 

@@ -23,7 +23,7 @@ _FLASH = 1
 # the op that reads a number. Without it a read raises an error of torch's own
 READ: Any = getattr(_aten, "_local_scalar_dense", None)
 
-# whether attention on meta tensors saves what a fused kernel of attention saves
+# whether attention on meta tensors saves the tensors of a fused kernel
 HAS_ATTENTION = None not in (_choose, _fused, _formula)
 
 

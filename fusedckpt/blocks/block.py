@@ -187,9 +187,9 @@ class Operands(NamedTuple):
 
     # whose record describes the adapters and quantised weights
     layer: Layer
-    # what a call computes on
+    # the tensors that a call computes on
     tensors: list[Any]
-    # what a decision sees: None for a quantised weight, which the layer's record describes
+    # those that a decision sees: None for a quantised weight, which the record describes
     dense: list[Any]
 
 

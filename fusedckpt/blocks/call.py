@@ -124,9 +124,9 @@ class BlockCall:
         self.metas = metas
         # numbers of the parameters that are no tensors
         self.quantised_params = quantised_params
-        # what it saves
+        # the tensors that it saves
         self.level = level
-        # what it saves and recomputes in a checkpoint, None for what the phase says
+        # its level in a checkpoint, None for that of the phase
         self.level_in_checkpoint = level_in_checkpoint
         # of rows
         self.chunks = chunks

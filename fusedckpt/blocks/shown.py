@@ -49,7 +49,7 @@ class CallSchedules:
 
 
 def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
-    """Run fn(*args, **kwargs) once, and return what its fused layers save and what they run.
+    """Run fn(*args, **kwargs) once; return what its fused layers save, and their schedules.
 
         print(fusedckpt.schedule(mlp, x))
 
@@ -60,7 +60,7 @@ def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules
 
     Args:
         fn: a function or module; no backward runs.
-        args, kwargs: what it is called with.
+        args, kwargs: its arguments.
 
     Returns:
         A record with `layers`, which prints itself. A layer's `saves` has the bytes of each tensor

@@ -124,7 +124,7 @@ def _as_region(fn: Any, name: str) -> Any:
 
 
 def _wrapped(fn: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Return a function, or an object like an autograd Function, whose calls are wrapped."""
+    """Return a function, or an object like an autograd Function, with its calls wrapped."""
     if isinstance(fn, type):
         return SimpleNamespace(apply=wrap(fn.apply))  # type: ignore[attr-defined]
     return update_wrapper(wrap(fn), fn)

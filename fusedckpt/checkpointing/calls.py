@@ -27,7 +27,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Options(NamedTuple):
-    """The options of `checkpoint`, whose documentation explains them."""
+    """The options of `checkpoint`; its documentation explains them."""
 
     # whether the recompute gets the random numbers of the forward, torch's and Python's
     preserve_rng_state: bool = True
@@ -197,7 +197,7 @@ class Call:
 
 
 class Checkpointed:
-    """A function whose calls go through `run`, a checkpoint; in a class, a method."""
+    """A function that is called through `run`, a checkpoint; in a class, a method."""
 
     def __init__(self, run: Callable[..., Any], function: Callable[..., Any]):
         if not callable(function):

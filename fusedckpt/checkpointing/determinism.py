@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedckpt.autograd.private import TorchDispatchMode, disable_current_modes, pytree, uncompiled
 
-# devices whose tensors are noted by checksums of their bits, those of others by copies
+# devices with tensors noted by checksums of their bits; those of other devices by copies
 CHECKSUMMED = ("cpu",)
 # by so many eps of the largest value two results may differ where atomics add in any order
 _ROUNDING = 64
@@ -35,7 +35,7 @@ class Checksum(NamedTuple):
     crc: int
 
 
-# what is known of a tensor of an earlier run: all of it, or a checksum
+# a note of a tensor of an earlier run: a copy, or a checksum
 Note = Tensor | Checksum
 
 

@@ -182,7 +182,7 @@ def _hooks_around() -> str:
 
 
 def is_movable(tensor: Tensor) -> bool:
-    """Whether a tensor is large, all of its storage, and nobody's leaf."""
+    """Whether a tensor is large, all of its storage, and no leaf."""
     # of a tensor that is not plain, such as a sparse one, `nbytes` may be undefined
     if not storage_of(tensor):
         return False

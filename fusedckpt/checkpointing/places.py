@@ -16,7 +16,7 @@ class WantedPlaces(NamedTuple):
     wanted: dict[int, bool]
     # the last place, at which the recompute ends
     last: int
-    # the last place whose leaves are compared with the forward's
+    # the last place where leaves are compared with the forward's
     last_compared: int
     # parameters and other leaves that were saved
     leaves: list[tuple[Packed, TensorWeakRef]]

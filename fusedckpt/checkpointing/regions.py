@@ -39,7 +39,7 @@ from fusedckpt.memory import nbytes_of
 
 # a region that would save more than this many times its output is recomputed
 MOST = 4
-# the input of a region whose inputs need no gradient
+# the input of a region without inputs that need a gradient
 _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
     "region: torch's checkpoint recomputes it; fusedckpt.checkpoint(..., save_regions=) does not"

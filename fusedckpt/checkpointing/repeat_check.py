@@ -36,7 +36,7 @@ class RepeatCheck(ChainedSegment):
 
     def pack(self, tensor: Tensor) -> Any:
         """Note a tensor that is saved."""
-        # integers may be a workspace that nobody wrote; random masks change the output
+        # integers may be an unwritten workspace; random masks change the output
         if tensor.is_floating_point() and tensor.device.type == "cpu":
             if tensor.requires_grad:
                 self._note(tensor)

@@ -51,7 +51,7 @@ def sampled(tensor: Tensor, number: int) -> Tensor | None:
         return None
     with private.unseen():
         is_captured = local.is_cuda and torch.cuda.is_current_stream_capturing()
-        # what is made in a capture lives in the graph's memory
+        # a tensor made in a capture lives in the graph's memory
         places = (_places if is_captured else _known_places)(
             local.numel(), number % _PLACES, local.device
         )
@@ -93,7 +93,7 @@ class Samples:
     def __init__(self, name: str):
         self.name = name
         self._of: dict[int, Tensor] = {}
-        # storages of arguments, whose versions are checked
+        # storages of arguments: their versions are checked
         self._given: frozenset[int] = frozenset()
         # bytes of the tensors that were dropped, and the storage of the last one
         self.nbytes = 0

@@ -19,7 +19,7 @@ import torch
 SCAN, CONVOLUTION = "scan", "convolution"
 # of transformers' kernels: one of tokens near each other, and those of decoding
 _CONVOLUTION, _DECODING = "causal_conv1d_fn", ("update", "recurrent")
-# packages whose autograd Functions are scans, but for those of norms and activations
+# packages of scans: their autograd Functions, but for those of norms and activations
 _PACKAGES = ("fla.ops.", "mamba_ssm.ops.")
 _OTHERS = ("norm", "activation")
 

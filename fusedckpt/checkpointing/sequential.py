@@ -84,7 +84,7 @@ def checkpoint_sequential(
 # spans where segments are nested in it, or OFFLOADED; or, as no segment, what gives the context
 # that they run in
 Span: TypeAlias = tuple[int, int, Any]
-# a segment whose input waits for backward in host memory
+# a segment with its input in host memory until backward
 OFFLOADED = "offloaded"
 
 

@@ -52,7 +52,7 @@ def bound(truth: float, dtype: torch.dtype, *, floor: float = FLOOR) -> float:
 class Errors:
     """Squared errors of one result against float64, summed over draws."""
 
-    # the dtype of the result, whose rounding is allowed
+    # the dtype of the result; its rounding is allowed
     dtype: torch.dtype
     # sums of squares of our errors, of eager's in the same dtype, and of the true values
     ours: float = 0.0

@@ -1,4 +1,4 @@
-"""Finds attention and mixers, whose forward is better run again than saved."""
+"""Finds attention and mixers: to run their forward again is better than to save it."""
 
 from __future__ import annotations
 

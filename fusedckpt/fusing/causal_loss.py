@@ -73,7 +73,7 @@ class _LossCall:
     # the input of the output embedding, and the autocast of its call, once it was called
     hidden: Tensor | None = None
     cast: torch.dtype | None = None
-    # what the output embedding returned in place of logits
+    # the value that the output embedding returned in place of logits
     logits: Tensor | None = field(default=None, repr=False)
     has_loss: bool = False
 
@@ -96,7 +96,7 @@ class _LossCall:
         return self.logits
 
     def mapping_to(self, result: Any) -> LogitMapping:
-        """Return what the model made of the logits before it gave them to its loss."""
+        """Return the function of the logits that the model gave to its loss."""
         if self.logits is None or not isinstance(result, Tensor):
             raise _Refused("gives its loss no logits of its output embedding")
         if result.shape != self.logits.shape:
@@ -223,10 +223,10 @@ class FusedCausalModel(nn.Module):
         return bound.arguments.get("labels") is not None
 
     def _without_logits(self, run: Callable[[], Any]) -> Any:
-        """Run the model's forward; the first time, see what it does to its logits."""
+        """Run the model's forward; the first time, probe its function of the logits."""
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         mapping = self.__dict__.get(_MAPPING)
-        # what one call did in training says nothing about nodes that evaluation has not
+        # one call in training says nothing about nodes that evaluation has not
         known = mapping if torch.is_grad_enabled() else None
         call, state = _LossCall(known), _random_state(head)
         try:

@@ -114,7 +114,7 @@ class _Chain:
 
     def __init__(self, *passed: Made):
         self._passed = passed
-        # the recipes with readers left, whose inputs are read once more later
+        # the recipes with readers left: their inputs are read once more later
         self._has_readers: dict[int, bool] = {}
 
     def begin(self) -> None:

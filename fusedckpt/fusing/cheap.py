@@ -1,6 +1,6 @@
-"""The functions that backward may run again, and those that read what they made.
+"""The functions that backward may run again, and those that read their results.
 
-Cheap is a function whose cost is a few operations for each element; GEMMs, convolutions and
+A cheap function costs a few operations for each element; GEMMs, convolutions and
 attention never run again. Random functions do not either, but for dropout by its random state.
 """
 

@@ -75,7 +75,7 @@ class NormMatch(NamedTuple):
     weight: str | None
     # the attribute of epsilon, or its value
     eps: str | float
-    # what is added to the weight: 1 for Gemma's
+    # added to the weight: 1 for Gemma's
     offset: float
     # where the norm rounds: "torch", "llama" or "gemma"
     cast: str

@@ -48,7 +48,7 @@ class GatedNormMatch(NamedTuple):
     groups: int
     # whether x is gated before it is normalised
     gates_first: bool
-    # what is added to the weight
+    # added to the weight
     offset: float
     # where the norm rounds: "torch" or "llama"
     cast: str

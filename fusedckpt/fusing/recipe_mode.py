@@ -49,7 +49,8 @@ class RecipeMode(TorchFunctionMode):
         self.tracker, self.floor = tracker, floor
         # those around the forward: with others, such as a checkpoint's, a function runs as it is
         self._hooks = private.top_hooks()
-        # what a function has saved. Autograd keeps the pack hook, which must keep no tensor
+        # the tensors that a function has saved: autograd keeps the pack hook, which must keep no
+        # tensor
         self._packed: list[tuple[Stored, Tensor]] = []
         self._saving = saved_tensors_hooks(partial(_pack, self._packed), unpack)
 

@@ -1,4 +1,4 @@
-"""Models whose forward saves recipes: `fuse(model, recipes=True)`."""
+"""Models with a forward that saves recipes: `fuse(model, recipes=True)`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _may_gather(module: nn.Module) -> bool:
 
 
 class WithRecipes(nn.Module):
-    """Forward of a model whose functions save recipes."""
+    """Forward of a model: its functions save recipes."""
 
     # a Trainer looks a model up by the name of its class
     _fusedckpt_prefix = ""

@@ -1,4 +1,4 @@
-"""A module whose own forward runs again in backward, but for calls of attention and of scans.
+"""A module that runs its own forward again in backward, but for calls of attention and of scans.
 
 It saves its input, and the results of these calls: `F.scaled_dot_product_attention`, transformers'
 attention interface, the functions of `scans`. Where a fused norm made its input, the norm's input

@@ -76,7 +76,7 @@ class Recording:
 
     # the result, None where the run stopped
     y: Node | None
-    # what it read
+    # the state that it read
     log: Log
     # why it stopped
     reason: NotFused | None

@@ -41,7 +41,7 @@ def mixers_of(
     will save little anyway. Of a module that no function marks the kinds are empty.
     """
     try:
-        # generators too, whose states are put back
+        # generators too: their states are put back
         shared = {id(x): x for x in (*model.parameters(), *_generators(model))}
         twin = copy.deepcopy(model, shared)
     except Exception as error:
@@ -74,7 +74,7 @@ class _Seen:
     def __init__(self, swapped: Collection[nn.Module]) -> None:
         self._swapped = swapped
         self.kinds: dict[nn.Module, set[str]] = {}
-        # whose own operations save much
+        # modules with own operations that save much
         self.heavy: set[nn.Module] = set()
         # and those that do not, or not the same in a second run
         self._light: set[nn.Module] = set()
@@ -115,7 +115,7 @@ class _Seen:
         results = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
         inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         saved = sum(nbytes for _, nbytes in running.saved.values())
-        # a router's result is small, and so is what it saves
+        # a router's result is small, and so are its saved tensors
         least = max(nbytes_of(filter(_is_dense, tensors)) for tensors in (results, inputs))
         is_heavy = bool(results) and saved > MOST * least
         thread, self._thread = self._thread, None

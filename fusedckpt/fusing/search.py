@@ -29,7 +29,7 @@ class Search:
     skip: Sequence[str] | None
     # whether modules of each kind are swapped
     kinds: Mapping[str, bool]
-    # what the call returns
+    # the result of the call
     report: FuseReport = field(default_factory=FuseReport)
     # the changes to make
     swaps: list[tuple[nn.Module, Swap]] = field(default_factory=list)

@@ -176,7 +176,7 @@ class SharedActivation(Shared):
 def _with_functions(
     module: nn.Module, x: Tensor, view: View, forward: Callable[..., Tensor]
 ) -> tuple[Any, Made | None]:
-    """Return forward(x), whose functions save recipes, and the recipe of the result.
+    """Return forward(x), with recipes saved by its functions, and the recipe of the result.
 
     That lives as long as what the functions have saved; None where a tracker has it.
     """

@@ -179,7 +179,7 @@ class State:
 
 
 def is_noted(value: Any) -> bool:
-    """Whether an argument is a container whose contents are brought back."""
+    """Whether an argument is a container; its contents are brought back."""
     return type(value) in CONTAINERS or isinstance(value, UserDict)
 
 

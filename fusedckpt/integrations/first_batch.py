@@ -53,7 +53,7 @@ def at_first_batch(
         log: gets the FuseReport, the Plan and the MemoryReport.
 
     Returns:
-        A handle, whose `.remove()` undoes this call.
+        A handle; `.remove()` undoes this call.
 
     Raises:
         TypeError: `model` is not an nn.Module, `fuse` or `plan` not a dict, or `log` not callable.

@@ -139,7 +139,7 @@ class FuseCallback(TrainerCallback):
         log = self._log(state)
 
         def tell(result: Any) -> None:
-            # what was fused when the Trainer was made has been told
+            # the report of a model fused with the Trainer has been printed
             if not isinstance(result, FuseReport) or result.swapped:
                 log(result)
 

@@ -20,7 +20,7 @@ from fusedckpt.kernels.runtime import as_matrix
 
 
 class _Coded(torch.autograd.Function):
-    """act(x) of rows, from whose codes alone backward takes the derivative."""
+    """act(x) of rows; backward takes the derivative from its codes alone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# why an MLP stays whole whose ranks would have to draw independent masks
+# why an MLP stays whole that needs independent masks on each rank
 DROPS = (
     "it applies dropout to its hidden features: shard its linears by ColwiseParallel and "
     "RowwiseParallel"

@@ -276,7 +276,7 @@ def gone_bytes(chain: Chain, items: Sequence[Item]) -> tuple[list[int], list[int
     offloading = [k for k, item in enumerate(items) if item.offloads]
     moved = {k: chain.moved_by(items[k]) for k in offloading}
     left = offloading[: -(KEPT + 1)]
-    # by the item at whose end they are freed
+    # by the item that frees them at its end
     frees = dict(zip(offloading[KEPT + 1 :], left, strict=True))
     forward, backward = [0], [0]
     for k in range(len(items)):

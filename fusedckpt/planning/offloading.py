@@ -52,7 +52,7 @@ def copy_rates(device: torch.device) -> CopyRates:
 
 
 def without(chain: Chain) -> Chain:
-    """Return the chain whose segments offload nothing."""
+    """Return the chain without offloading segments."""
     return replace(chain, to_host=0.0, to_device=0.0)
 
 

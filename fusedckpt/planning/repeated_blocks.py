@@ -142,7 +142,7 @@ def _is_layers(module: nn.Module, count: int) -> bool:
 
 
 def side_by_side(step: Step, containers: Mapping[str, list[str]]) -> set[str]:
-    """Run a forward; return the containers whose entries do not run one after the other.
+    """Run a forward; return the containers with entries that do not run one after the other.
 
     containers: by name the names of their entries. The forward saves nothing for backward.
     """

@@ -41,7 +41,7 @@ _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
 OPTIONS = Options(preserve_python_rng=True)
 
 # the level of a module without fused layers, the level that saves outputs of matrix products, and
-# the one whose recompute does not run attention
+# the level without attention in its recompute
 PLAIN, PRODUCTS, ATTENTION = "plain", "products", "attention"
 # the level of a unit in a model that is fused with recipes, whose functions save their tensors
 # instead

@@ -79,7 +79,7 @@ def candidates(model: nn.Module, closed: Collection[str] = ()) -> list[str]:
     is a Sequential). Without any containers the units are the fused layers, else the model's
     children. A module that is registered twice has its first name.
 
-    closed: names of containers whose entries run side by side, and are no units.
+    closed: names of containers with entries that run side by side, and are no units.
     """
     modules = [*RepeatedBlocks(model, closed).walk()]
     inside = [(name, m) for name, m, is_inside in modules if is_inside]

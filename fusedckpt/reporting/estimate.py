@@ -132,7 +132,7 @@ def estimate(
 
 
 def _step(model: nn.Module, args: Any, kwargs: Any, kind: type[Optimizer]) -> Step:
-    """Return a training step whose optimizer has its state."""
+    """Return a training step with the optimizer's state made."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         # the cache of keys and values is for generation

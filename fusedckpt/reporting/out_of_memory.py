@@ -1,4 +1,4 @@
-"""`report_on_oom`: prints what lives on the GPU when its memory runs out, by module and by line.
+"""`report_on_oom`: prints the tensors on the GPU when its memory runs out, by module and by line.
 
 The allocator records the line of Python that asks for each block. Hooks on all modules note how
 many blocks were allocated when a module's forward begins and ends; so the number of a block says
@@ -44,7 +44,7 @@ class LiveBlock(NamedTuple):
 
 
 class MeasuredPlan(Protocol):
-    """A plan whose step was measured."""
+    """A plan with a measured step."""
 
     @property
     def measured_bytes(self) -> int | None:
@@ -88,12 +88,12 @@ class OutOfMemoryReport:
     """What lived on a device when a request failed. Sizes are bytes."""
 
     device: str
-    # what the failed request asked for
+    # the bytes of the failed request
     requested_bytes: int
     # of the device, and of them those that nothing has, torch's cache among those that are taken
     total_bytes: int
     free_bytes: int
-    # the module whose forward ran
+    # the module that ran its forward
     running: str
     # the largest first
     live: tuple[LiveBlock, ...] = field(repr=False)
@@ -154,7 +154,7 @@ class OutOfMemoryWatch:
         self._stack.close()
 
     def report(self, requested: int, total: int, free: int) -> None:
-        """Note what lives now, and print it on stderr."""
+        """Note the living tensors, and print them on stderr."""
         snapshot = private_memory.snapshot(self.device)
         model = self._model()
         available = free + torch.cuda.memory_reserved(self.device)
@@ -241,7 +241,7 @@ def _observe(index: int, requested: int, total: int, free: int) -> None:
 
 
 def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
-    """Print what lives on a model's GPU whenever its memory runs out, before torch's error.
+    """Print the tensors on a model's GPU whenever its memory runs out, before torch's error.
 
         watch = fusedckpt.report_on_oom(model)
         train(model)
