@@ -211,12 +211,21 @@ class _Costs:
         is_recomputed = name in (PRODUCTS, ATTENTION)
         return 0 if is_recomputed or self._units[i].fixed else self._units[i].casts
 
+    def _backward_phase(self, i: int) -> str:
+        """Return the kind of the phase that has a unit's backward.
+
+        It is the code behind the last unit if no gradient arrives at that: a head that is computed
+        with the loss.
+        """
+        is_last = i == len(self._units) - 1
+        return "leave" if is_last and f"back {i}" not in self._alone.live else "back"
+
     def _level(self, i: int, name: str, extra: float = 0.0) -> Level:
         alone, reading = self._alone, self._readings[i][name]
         # beyond the bytes that units before this one save
         forward = reading.peak("enter", i) - (reading.begin(i) - alone.begin(i))
         before = reading.kept(i) - alone.kept(i) + self._cached_before[i, name]
-        backward = reading.peak("back", i) - before
+        backward = reading.peak(self._backward_phase(i), i) - before
         return Level(
             name,
             self._kept(i, name),
@@ -236,8 +245,11 @@ class _Costs:
             if not useful or level.kept < useful[-1].kept:
                 useful.append(level)
         inside = INSIDE if INSIDE in readings else next(iter(readings))
-        peaks = alone.peak("enter", i), alone.peak("back", i)
+        phase = self._backward_phase(i)
+        peaks = alone.peak("enter", i), alone.peak(phase, i)
         recomputed = Level("recomputed", 0, ms.recomputed, *peaks)
+        # a phase counts once
+        behind = alone.peak("leave", i) if phase == "back" else alone.begin(i)
         return Unit(
             found.name,
             tuple(useful),
@@ -249,7 +261,7 @@ class _Costs:
             unsaved_input=self._released(i, inside),
             unsaved_constants=self._constants(i, inside),
             live_at_begin=alone.begin(i),
-            peak_until_next=alone.peak("leave", i),
+            peak_until_next=behind,
             live_at_gradient=alone.live.get(f"back {i}", alone.begin(i)),
             # code may hold the input anyway
             joined=found.joined and 2 * freed > found.input,
