@@ -404,3 +404,10 @@ def local_of(tensor: Any) -> Any:
 def function_of(node: Any) -> Any:
     """Return the autograd Function of a node. Without it plans know no layer by its node."""
     return getattr(type(node), "_forward_cls", None)
+
+
+def remove_global_hook(handle: Any) -> None:
+    """Remove a hook of all modules. torch leaves the mark of one that takes keywords."""
+    handle.remove()
+    marks = getattr(nn.modules.module, "_global_forward_hooks_with_kwargs", {})
+    marks.pop(handle.id, None)

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fusedckpt.autograd.dispatch import is_plain
-from fusedckpt.autograd.private import pytree, storage_key
+from fusedckpt.autograd.private import pytree, remove_global_hook, storage_key
 from fusedckpt.checkpointing.attention import NAME, watching_functions
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
@@ -98,7 +98,7 @@ class _Seen:
                 model(*args, **kwargs)
         finally:
             for hook in hooks:
-                hook.remove()
+                remove_global_hook(hook)
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
