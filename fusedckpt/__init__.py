@@ -15,7 +15,7 @@ from fusedckpt.checkpointing.regions import region
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.functional import paths
-from fusedckpt.fusing.swap import FuseReport, fuse, unfuse
+from fusedckpt.fusing.fuser import FuseReport, fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.gated_norm import GatedRMSNorm

@@ -5,8 +5,8 @@
                     a group norm or batch norm, and its activation
     gated_sum       residual + gate * branch, the gate broadcast
 
-Backward runs them to make a saved value again (`fusing/chains.py`). Each reads its inputs once and
-writes its result once; between them all is float32.
+Backward runs them to make a saved value again (`fusing/chain_kernels.py`). Each reads its inputs
+once and writes its result once; between them all is float32.
 """
 
 from __future__ import annotations

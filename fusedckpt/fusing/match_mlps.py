@@ -16,11 +16,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.forwards import FusedMLP, Swap, of_chunks
+from fusedckpt.fusing.fused_mlps import FusedMLP, Swap, of_chunks
 from fusedckpt.fusing.held import Held, MatchedBlock, Weight, child_at, held_by
-from fusedckpt.fusing.layouts import block_of, is_bent
-from fusedckpt.fusing.operands import MLPMatch
-from fusedckpt.fusing.recomputed import RERUN, Recomputed
+from fusedckpt.fusing.mlp_weights import MLPMatch
+from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
+from fusedckpt.fusing.recorded_block import block_of, is_bent
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.subclass import subclass

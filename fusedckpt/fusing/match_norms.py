@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.forwards import FusedNorm, NormMatch, Swap, call, normalised
+from fusedckpt.fusing.fused_mlps import FusedNorm, NormMatch, Swap, call, normalised
 from fusedckpt.fusing.held import held_by
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed

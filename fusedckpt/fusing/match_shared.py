@@ -9,12 +9,12 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.forwards import FusedNorm, Swap
 from fusedckpt.fusing.fuse_report import join
+from fusedckpt.fusing.fused_mlps import FusedNorm, Swap
 from fusedckpt.fusing.held import MARK, MatchedBlock
-from fusedckpt.fusing.layouts import is_activation
+from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.sharing import (
+from fusedckpt.fusing.shared_layers import (
     SharedActivation,
     SharedLinear,
     SharedProduct,

@@ -19,7 +19,7 @@ from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.layouts import is_activation
+from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.layers import sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.linear import Linear

@@ -27,7 +27,7 @@ from fusedckpt.autograd.recipes import Leaf, Stored, View, key_of, tensors_in, u
 from fusedckpt.autograd.replay import Replay
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.fusing.chain_kernels import chain_statistics
-from fusedckpt.fusing.cheap import KINDS, SAVES_NOTHING, WRITES
+from fusedckpt.fusing.cheap_functions import KINDS, SAVES_NOTHING, WRITES
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
 FLOOR_BYTES = 1 << 20

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.fusing.fused_mlps import Swap
 
 Names = str | Sequence[str] | None
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.fusing.forwards import FusedMLP, Swap
+from fusedckpt.fusing.fused_mlps import FusedMLP, Swap
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of

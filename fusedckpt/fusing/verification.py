@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
-from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.fused_mlps import Swap
 from fusedckpt.fusing.held import child_at
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
 from fusedckpt.layers.fallbacks import NotFused

@@ -10,7 +10,7 @@ from torch import nn
 from fusedckpt.autograd import private
 from fusedckpt.autograd.tracker import tracking
 from fusedckpt.fusing.recipe_mode import RecipeMode
-from fusedckpt.fusing.recipe_root import WithRecipes
+from fusedckpt.fusing.recipe_models import WithRecipes
 
 
 def has_recipes(model: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.private import COMPILED_CHILD
-from fusedckpt.fusing.swap import fuse as fuse_model
+from fusedckpt.fusing.fuser import fuse as fuse_model
 from fusedckpt.planning.planner import plan as make_plan
 from fusedckpt.planning.roles import is_assigned
 from fusedckpt.reporting.memory_report import report as make_report

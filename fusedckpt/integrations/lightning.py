@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from fusedckpt.fusing.swap import fuse
+from fusedckpt.fusing.fuser import fuse
 from fusedckpt.integrations.first_batch import at_first_batch
 
 __all__ = ["LightningFuseCallback"]

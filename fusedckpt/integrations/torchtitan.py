@@ -25,7 +25,7 @@ from torchtitan.tools.logging import logger
 
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.checkpointing.wrapper import Checkpoint
-from fusedckpt.fusing.swap import fuse
+from fusedckpt.fusing.fuser import fuse
 
 __all__ = ["full_checkpoint", "fused_block"]
 

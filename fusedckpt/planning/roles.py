@@ -31,7 +31,7 @@ from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.chain import CallChain, ChainedSegment
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import is_plain_call
-from fusedckpt.fusing.causal_loss import FusedHead
+from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.without_recipes import without_recipes
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.swap import FuseReport, fuse
+from fusedckpt.fusing.fuser import FuseReport, fuse
 from fusedckpt.memory import SavedTensors, nbytes_of, saved_tensors
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import size, table

@@ -15,7 +15,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse
-from fusedckpt.fusing.mixing import kinds_called
+from fusedckpt.fusing.mixers_in_code import kinds_called
 
 D, T = 16, 12
 RUNS = []

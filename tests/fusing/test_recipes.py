@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 import fusedckpt
 from fusedckpt.autograd import recipes, tracker
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode, recipe_root
+from fusedckpt.fusing import recipe_mode, recipe_models
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 D, T, C = 16, 24, 6
@@ -444,7 +444,7 @@ def test_a_model_that_is_a_block_and_back():
     assert [type(m) for m in twin.modules()] == kinds
     model, _ = net("encoder")
     ours = with_recipes(model)
-    assert isinstance(ours, recipe_root.WithRecipes)
+    assert isinstance(ours, recipe_models.WithRecipes)
     assert type(ours).__name__ == "Sequential"
     fusedckpt.fuse(ours, recipes=True)
     fusedckpt.unfuse(ours)

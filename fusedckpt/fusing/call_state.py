@@ -5,9 +5,10 @@ them and among the arguments, and the contents of plain containers in all of the
 without a copy of a tensor. So a recompute finds a counter, a popped argument, a scheduler or an
 option of a config as the forward did, and leaves all of them as they are.
 
-Tensors are not copied but for those that the forward itself writes in place, see `written`. A
-parameter or buffer that other code wrote since is an error, by its name. Other state, as that of a
-global variable, is not noted: samples of the saved tensors tell where it has changed.
+Tensors are not copied but for those that the forward itself writes in place, see
+`written_tensors`. A parameter or buffer that other code wrote since is an error, by its name. Other
+state, as that of a global variable, is not noted: samples of the saved tensors tell where it has
+changed.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import ATOMS
-from fusedckpt.fusing.holders import (
+from fusedckpt.fusing.state_holders import (
     BASES,
     CONTAINERS,
     Slots,
@@ -38,7 +39,7 @@ from fusedckpt.fusing.holders import (
     put_back,
     slots_of,
 )
-from fusedckpt.fusing.written import Member, Written
+from fusedckpt.fusing.written_tensors import Member, Written
 
 # a container of more entries is data, and more objects are no state of one module
 _MOST_ENTRIES, _MOST_OBJECTS = 1 << 10, 1 << 8

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.blocks.head import LEVELS
-from fusedckpt.fusing.forwards import Swap
+from fusedckpt.fusing.fused_mlps import Swap
 from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.reasons import called_by
 from fusedckpt.fusing.search import Search

@@ -16,8 +16,8 @@ from fusedckpt.autograd.dispatch import is_recorded
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
 from fusedckpt.fusing import chain_kernels, recipe_mode
-from fusedckpt.fusing.forwards import Swap
 from fusedckpt.fusing.fuse_report import RECIPES
+from fusedckpt.fusing.fused_mlps import Swap
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
 

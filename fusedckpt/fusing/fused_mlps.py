@@ -21,11 +21,11 @@ from fusedckpt.blocks import compiled, reader
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
-from fusedckpt.fusing import sharing
-from fusedckpt.fusing.again import needs_gradient, recomputed_call
+from fusedckpt.fusing import shared_layers
 from fusedckpt.fusing.held import MARK, Held, MatchedBlock, Original, Part, broken
-from fusedckpt.fusing.operands import MLPMatch, dropped, drops_of, linear_tensors_of, linears_of
-from fusedckpt.fusing.sharing import SharedActivation, SharedLinear, shared_view_of
+from fusedckpt.fusing.mlp_weights import MLPMatch, dropped, drops_of, linear_tensors_of, linears_of
+from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
+from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -134,7 +134,7 @@ class Swapped(nn.Module):
             return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
         return super().forward(*args, **kwargs)
 
-    __prepare_scriptable__ = sharing.Shared.__prepare_scriptable__
+    __prepare_scriptable__ = shared_layers.Shared.__prepare_scriptable__
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return a fused call's tensors, nothing where others are passed by name."""

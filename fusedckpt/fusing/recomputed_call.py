@@ -2,8 +2,8 @@
 
 Code between forward and backward may change attributes, flags and classes of modules, and a forward
 may change its own state, as a counter or a memory of the last keys does: the recompute gets the
-state of the call, see `state`, and the same forward, whatever class the module has then. Where it
-still brings back other tensors than autograd saved, backward raises, see
+state of the call, see `call_state`, and the same forward, whatever class the module has then. Where
+it still brings back other tensors than autograd saved, backward raises, see
 `checkpointing.samples`.
 """
 
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.checkpointing.entry import checkpoint
-from fusedckpt.fusing import sharing
-from fusedckpt.fusing.state import State
-from fusedckpt.fusing.written import is_constant
+from fusedckpt.fusing import shared_layers
+from fusedckpt.fusing.call_state import State
+from fusedckpt.fusing.written_tensors import is_constant
 
 
 class Again:
@@ -88,7 +88,7 @@ def recomputed_call(
         save_regions=regions,
         debug="samples",
     )
-    return sharing.reading(x, run)
+    return shared_layers.reading(x, run)
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -25,7 +25,7 @@ from fusedckpt.blocks.eager import gated
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantised import quantised
-from fusedckpt.fusing.forwards import Swap, Swapped, of_chunks
+from fusedckpt.fusing.fused_mlps import Swap, Swapped, of_chunks
 from fusedckpt.fusing.held import Held, Part, broken, is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.subclass import subclass

@@ -24,7 +24,7 @@ from fusedckpt.autograd.private import pytree, remove_global_hook, storage_key
 from fusedckpt.checkpointing.attention import NAME, watching_functions
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
-from fusedckpt.fusing.mixing import innermost
+from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.memory import nbytes_of
 

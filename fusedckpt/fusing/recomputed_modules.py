@@ -26,11 +26,11 @@ from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.fusing.again import needs_gradient, recomputed_call
-from fusedckpt.fusing.forwards import Swapped
+from fusedckpt.fusing.call_state import is_noted
+from fusedckpt.fusing.fused_mlps import Swapped
 from fusedckpt.fusing.held import MatchedBlock, broken
-from fusedckpt.fusing.operands import MLPMatch
-from fusedckpt.fusing.state import is_noted
+from fusedckpt.fusing.mlp_weights import MLPMatch
+from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing.accuracy import Errors
-from fusedckpt.fusing.forwards import Swap, Swapped
+from fusedckpt.fusing.fused_mlps import Swap, Swapped
 from fusedckpt.fusing.held import Held, broken, held_by
 from fusedckpt.fusing.match_norms import DTYPES, ELEMENTS, EPSILONS, has_own_forward
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, record

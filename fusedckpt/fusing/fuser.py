@@ -17,16 +17,16 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.attention import find_mixers
-from fusedckpt.fusing.causal_loss import find_head
-from fusedckpt.fusing.experts import holds as holds_experts
-from fusedckpt.fusing.forwards import FusedFeedForward, Swap, within
 from fusedckpt.fusing.fuse_report import FuseReport, join
+from fusedckpt.fusing.fused_experts import holds as holds_experts
+from fusedckpt.fusing.fused_heads import find_head
+from fusedckpt.fusing.fused_mlps import FusedFeedForward, Swap, within
 from fusedckpt.fusing.held import MARK, Original, Part, child_at
+from fusedckpt.fusing.match_mixers import find_mixers
 from fusedckpt.fusing.match_mlps import blocks_of, feed_forward_of
 from fusedckpt.fusing.match_shared import find_shared, may_share
 from fusedckpt.fusing.matcher import Matcher, unfit
-from fusedckpt.fusing.recipe_root import find_root
+from fusedckpt.fusing.recipe_models import find_root
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.tail import tail_of, tail_swap
