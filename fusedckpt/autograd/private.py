@@ -2,14 +2,16 @@
 
 A name is looked up when this module is imported, and where the torch that runs has none the
 fallback takes its place: `PROBED` says which. The comment above a name states the loss then: time
-or memory, never a right gradient. No other file names anything private of torch, but for the dicts
-of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and `_base`.
+or memory, never a right gradient.
+
+Names of CUDA's allocator, of meta tensors and of torch.distributed are in `private_memory`,
+`private_meta` and `private_sharding`. No other file names anything private of torch, but for the
+dicts of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and `_base`.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -52,9 +54,6 @@ def _true(*_: Any) -> bool:
     return True
 
 
-# without it torch.compile's code of experts does not refuse a negative index, which adds nothing
-assert_async: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
-
 # the node that autograd's engine runs in this thread. Without it a backward computes all gradients
 # that may be wanted, and in the recompute of a reentrant checkpoint layers save by their level
 current_node: Callable[[], Any] = _probe("_C._current_autograd_node", _none)
@@ -96,7 +95,8 @@ def ends_backward() -> bool:
     return _queue is not None and _exec_group() is None and _task_id() != -1
 
 
-# asserts a flag on its device. Without it nothing is asserted where a CUDA graph is captured
+# asserts a flag on its device. Without it nothing is asserted where a CUDA graph is captured, and
+# torch.compile's code of experts does not refuse a negative index, which adds nothing
 assert_later: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
 
 
@@ -238,12 +238,6 @@ def is_save_on_cpu(pack: Any) -> bool:
     return is_torchs and name == "save_on_cpu.__init__.<locals>.pack_to_cpu"
 
 
-def activation_wrappers() -> tuple[Any, ...]:
-    """Return torch's CheckpointWrapper and OffloadWrapper; empty tuples if no program uses them."""
-    library = sys.modules.get("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
-    return tuple(getattr(library, f"{name}Wrapper", ()) for name in ("Checkpoint", "Offload"))
-
-
 def variable_of(function: Any, name: str) -> Any:
     """Return a variable that a function closes over."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
@@ -374,31 +368,6 @@ _UNTAGGED = {
 def is_pointwise(op: Any) -> bool:
     """Whether an op is a function of single elements."""
     return torch.Tag.pointwise in op.tags or op.name() in _UNTAGGED
-
-
-def fsdp_parameters(module: nn.Module) -> list[Any]:
-    """Return the record that FSDP2 holds for each parameter of a module. Without it none."""
-    if not hasattr(module, "_get_fsdp_state"):
-        return []
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
-    # torch 2.11 has one group
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [held for group in groups if group for held in group.fsdp_params]
-
-
-def unsharded_of(held: Any) -> Any:
-    """Return FSDP2's whole parameter, None before it is first gathered."""
-    return getattr(held, "_unsharded_param", None)
-
-
-def is_fsdp_managed(module: nn.Module) -> bool:
-    """Whether FSDP1 shards a module's parameters; without it fuse does not say so."""
-    return getattr(module, "_is_fsdp_managed_module", False)
-
-
-def local_of(tensor: Any) -> Any:
-    """Return a DTensor's part on this rank, any other tensor as it is."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def function_of(node: Any) -> Any:

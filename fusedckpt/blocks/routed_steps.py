@@ -41,7 +41,7 @@ class RouteRows(Op):
         """Return the route."""
         if not torch.compiler.is_compiling():
             return routed.route(reads[0], self.num_experts, None)
-        private.assert_async((reads[0] >= 0).all(), "experts: index must be at least 0")
+        private.assert_later((reads[0] >= 0).all(), "experts: index must be at least 0")
         return routed.route(reads[0], self.num_experts, "torch")
 
 

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks, pytree
+from fusedckpt.autograd.private_sharding import local_of
 from fusedckpt.checkpointing.calls import storage_of
 
 # elements of each tensor, and how many tensors in a row have samples at other places
@@ -43,7 +44,7 @@ def sampled(tensor: Tensor, number: int) -> Tensor | None:
 
     One kernel, which reads any layout as it is.
     """
-    local = private.local_of(tensor).detach()
+    local = local_of(tensor).detach()
     if not storage_of(local) or local.is_meta or local.dtype not in _DTYPES or not local.numel():
         return None
     if not local.untyped_storage().nbytes():

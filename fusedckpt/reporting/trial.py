@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
+from fusedckpt.autograd.private import storage_key
+from fusedckpt.autograd.private_sharding import fsdp_parameters, unsharded_of
 from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.module_calls import is_state
 from fusedckpt.memory import strided

@@ -1,4 +1,4 @@
-"""Names of torch that are private: all in one file, found by this torch, and spared where not."""
+"""Names of torch that are private: all in `private*.py`, found by this torch, spared where not."""
 
 import ast
 import builtins
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
-from fusedckpt.autograd import private
+from fusedckpt.autograd import private, private_sharding
 from fusedckpt.fusing import recording
 
 # in which names are taken away together, a process each
@@ -102,8 +102,8 @@ def test_without_a_part(monkeypatch, name):
 
 
 def test_without_parts_of_distributed_modules():
-    assert private.fsdp_parameters(nn.Linear(2, 2)) == []
-    assert private.unsharded_of(object()) is None
+    assert private_sharding.fsdp_parameters(nn.Linear(2, 2)) == []
+    assert private_sharding.unsharded_of(object()) is None
 
 
 # what others name of torch: dicts of a module and their like, and what is documented so
