@@ -15,7 +15,8 @@ from fusedckpt.checkpointing.regions import region
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
 from fusedckpt.checkpointing.wrapper import Checkpoint
 from fusedckpt.functional import paths
-from fusedckpt.fusing.fuser import FuseReport, fuse, unfuse
+from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.fusing.fuser import fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
 from fusedckpt.layers.experts import ClampedSwiGLU, Experts
 from fusedckpt.layers.gated_norm import GatedRMSNorm

@@ -12,8 +12,9 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.held import MARK, Original, Part, child_at
+from fusedckpt.fusing.guards import child_at
 from fusedckpt.fusing.match_mlps import blocks_of
+from fusedckpt.fusing.swap import MARK, Original, Part
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential

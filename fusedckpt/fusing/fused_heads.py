@@ -28,11 +28,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.blocks.head import LEVELS
-from fusedckpt.fusing.fused_mlps import Swap
-from fusedckpt.fusing.held import MARK, Part
-from fusedckpt.fusing.reasons import called_by
-from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
@@ -44,7 +40,7 @@ _PROBES = (0.0, 1e-3, -1e-3, 0.1, -3.0, 20.0, -1e5, 1e7)
 # of what reaches the loss, which may be rounded to float32
 _TOLERANCE = 1e-5
 # the attributes of the model: what reaches its loss, and whether evaluation skips logits, too
-_MAPPING, _ALWAYS = "_fusedckpt_mapping", "_fusedckpt_always"
+MAPPING, ALWAYS = "_fusedckpt_mapping", "_fusedckpt_always"
 
 
 class LogitMapping(NamedTuple):
@@ -206,15 +202,15 @@ class FusedCausalModel(nn.Module):
         head: Any = self.get_output_embeddings()  # type: ignore[operator]  # of transformers' models
         if not isinstance(head, FusedHead) or torch.compiler.is_compiling() or dispatch.DISABLED:
             return False
-        if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(_ALWAYS):
+        if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(ALWAYS):
             return False
         if dispatch.has_hooks(head):
             fallbacks.note_fallback(head, NotFused("hook", "its output embedding"))
             return False
-        if isinstance(reason := self.__dict__.get(_MAPPING), str):
+        if isinstance(reason := self.__dict__.get(MAPPING), str):
             fallbacks.note_fallback(head, NotFused("logits", reason))
             return False
-        if not _is_causal_loss(super().loss_function):  # type: ignore[misc]
+        if not is_causal_loss(super().loss_function):  # type: ignore[misc]
             return False
         try:
             bound = inspect.signature(type(self).forward).bind(self, *args, **kwargs)
@@ -225,7 +221,7 @@ class FusedCausalModel(nn.Module):
     def _without_logits(self, run: Callable[[], Any]) -> Any:
         """Run the model's forward; the first time, probe its function of the logits."""
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
-        mapping = self.__dict__.get(_MAPPING)
+        mapping = self.__dict__.get(MAPPING)
         # one call in training says nothing about nodes that evaluation has not
         known = mapping if torch.is_grad_enabled() else None
         call, state = _LossCall(known), _random_state(head)
@@ -249,7 +245,7 @@ class FusedCausalModel(nn.Module):
         _restore(head, state)
         output = run()
         reason = f"{type(self).__name__} {reason}"
-        self.__dict__[_MAPPING] = reason
+        self.__dict__[MAPPING] = reason
         fallbacks.note_fallback(head, NotFused("logits", reason))
         warnings.warn(f"fuse(head=True): {reason}: it computes its logits as before", stacklevel=3)
         return output
@@ -269,7 +265,7 @@ class FusedCausalModel(nn.Module):
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         mapping = call.mapping_to(logits)
         if torch.is_grad_enabled():
-            self.__dict__[_MAPPING] = mapping
+            self.__dict__[MAPPING] = mapping
         call.has_loss = True
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -314,55 +310,6 @@ def _restore(head: Any, state: tuple[Tensor, Tensor | None]) -> None:
         torch.cuda.set_rng_state(state[1], head.weight.device)
 
 
-def _is_causal_loss(function: Any) -> bool:
+def is_causal_loss(function: Any) -> bool:
+    """Whether a function is the loss of causal models in transformers."""
     return (getattr(function, "__module__", ""), getattr(function, "__name__", "")) == _LOSS
-
-
-def find_head(model: nn.Module, search: Search, always: bool) -> None:
-    """Find the causal models of transformers in a model, and their output embeddings."""
-    pairs = [(module, _head_of(module)) for module in model.modules()]
-    pairs = [(module, head) for module, head in pairs if head is not None]
-    if not pairs:
-        raise ValueError(
-            "fuse: head=True needs a model of transformers with an output embedding, and "
-            f"{type(model).__name__} has none: compute its loss with fusedckpt.LinearCrossEntropy"
-        )
-    names = {module: name for name, module in search.modules.items()}
-    for module, head in pairs:
-        name = names.get(head)
-        if name is None or not search.has(name, "head"):
-            continue
-        if (original := vars(head).get(MARK)) is not None:
-            if issubclass(type(head), FusedHead):
-                search.report.keep(name, original.parts[""])
-            continue
-        if (reason := _obstacle(module, head)) is not None:
-            search.report.leave(name, "head", reason, type(head).__name__)
-            continue
-        part = Part("head", f"{type(head).__name__} -> loss without logits", None)
-        search.report.swap(name, part)
-        to = subclass(FusedHead, type(head))
-        search.swaps.append((head, Swap("head", part.change, to, {}, parts={"": part})))
-        attributes = {_MAPPING: None, _ALWAYS: always}
-        to = subclass(FusedCausalModel, type(module))
-        search.swaps.append((module, Swap("head", part.change, to, attributes)))
-
-
-def _head_of(module: nn.Module) -> nn.Module | None:
-    """Return the output embedding that a model of transformers names itself, None for others."""
-    find = getattr(type(module), "get_output_embeddings", None)
-    if find is None or not hasattr(type(module), "loss_function"):
-        return None
-    head = module.get_output_embeddings()  # type: ignore[operator]
-    return head if isinstance(head, nn.Module) else None
-
-
-def _obstacle(module: nn.Module, head: nn.Module) -> NotFused | None:
-    """Return why a model cannot compute its loss without logits, None if it may."""
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
-        return NotFused("head class")
-    if not dispatch.are_plain(*head._parameters.values()):
-        return NotFused("head weight")
-    if not _is_causal_loss(module.loss_function) or "loss_function" not in called_by(type(module)):
-        return NotFused("head loss", type(module).__name__)
-    return None

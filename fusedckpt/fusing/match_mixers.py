@@ -9,14 +9,13 @@ from torch import nn
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.fused_mlps import Swap
-from fusedckpt.fusing.held import MARK, Part
 from fusedckpt.fusing.matcher import unfit
 from fusedckpt.fusing.mixers_in_code import mixers, united
 from fusedckpt.fusing.mixers_in_run import mixers_of
 from fusedckpt.fusing.recomputed_modules import MIXES, SAVE, SEEN, Recomputed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import MARK, Part, Swap
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:

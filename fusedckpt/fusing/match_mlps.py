@@ -16,14 +16,17 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.fused_mlps import FusedMLP, Swap, of_chunks
-from fusedckpt.fusing.held import Held, MatchedBlock, Weight, child_at, held_by
-from fusedckpt.fusing.mlp_weights import MLPMatch
+from fusedckpt.fusing.fused_mlps import FusedMLP, of_chunks
+from fusedckpt.fusing.guards import Held, child_at
+from fusedckpt.fusing.lookalikes import acts_beside, is_transposed, looks_like
+from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch, Weight
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recorded_block import block_of, is_bent
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
+from fusedckpt.fusing.spies import held_by
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import Swap
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs
@@ -58,7 +61,7 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
 
 def recomputed_swap(module: nn.Module) -> Swap | None:
     """Return the swap of a module of one input that can be run again, as it reads simple state."""
-    if not _may_be(module) or reasons.looks_like(module) != "mlp" or reasons.of_parts(module):
+    if not _may_be(module) or looks_like(module) != "mlp" or reasons.of_parts(module):
         return None
     recordings = [_first_recording(module)]
     if recordings[0].y is None:
@@ -101,12 +104,12 @@ def _method(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
 def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
     """Return how peft's LoRA around a linear is swapped, or why it is not."""
     base = module.get_submodule("base_layer")
-    is_transposed = reasons.is_transposed(base)
-    if type(base) is not nn.Linear and not is_transposed:
+    is_conv1d = is_transposed(base)
+    if type(base) is not nn.Linear and not is_conv1d:
         return NotFused("lora", type(base).__name__)
     bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
     block = MatchedBlock(
-        "linear_act", (Weight(("base_layer", "weight"), bias, is_transposed),), "identity"
+        "linear_act", (Weight(("base_layer", "weight"), bias, is_conv1d),), "identity"
     )
     held = (Held(("base_layer",), type(base), 0, ()),)
     return _swap(module, MLPMatch(block, held, _DTYPES), save, chunks)
@@ -156,7 +159,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, NotFused):
-        is_one = reasons.looks_like(module) or (is_bent(first) and reasons.acts_beside(module))
+        is_one = looks_like(module) or (is_bent(first) and acts_beside(module))
         return block if is_one else None
     width = first.shapes[0][-1:]
     recordings = [first]

@@ -18,12 +18,13 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.blocks.eager import forcing
-from fusedckpt.fusing import reasons
-from fusedckpt.fusing.fused_mlps import FusedNorm, NormMatch, Swap, call, normalised
-from fusedckpt.fusing.held import held_by
+from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
+from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
+from fusedckpt.fusing.spies import held_by
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import Swap, call
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
@@ -75,7 +76,7 @@ def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
-        return stop if eps is not None or reasons.looks_like(module) == "norm" else None
+        return stop if eps is not None or looks_like(module) == "norm" else None
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
     unknown = (BUFFER_OP, FOREIGN_OP)
     if any(node.op in unknown for recording in recordings for node in recording.nodes):

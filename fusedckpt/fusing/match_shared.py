@@ -8,10 +8,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fuse_report import join
-from fusedckpt.fusing.fused_mlps import FusedNorm, Swap
-from fusedckpt.fusing.held import MARK, MatchedBlock
+from fusedckpt.fusing.fused_norms import FusedNorm
+from fusedckpt.fusing.lookalikes import is_transposed
+from fusedckpt.fusing.mlp_match import MatchedBlock
 from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_layers import (
@@ -21,6 +21,7 @@ from fusedckpt.fusing.shared_layers import (
     SharedReader,
 )
 from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import MARK, Swap
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -73,7 +74,7 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
         return None
     if type(module).forward is nn.Linear.forward:
         return SharedLinear
-    if isinstance(module, nn.Linear) or reasons.is_transposed(module):
+    if isinstance(module, nn.Linear) or is_transposed(module):
         # its own forward runs, and saves its input or something else
         return SharedProduct
     if is_activation(module):

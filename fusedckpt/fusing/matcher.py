@@ -9,12 +9,13 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing import adapters, fused_experts, reasons, verification
-from fusedckpt.fusing.fused_gated_norms import gated_norm_swap
-from fusedckpt.fusing.fused_mlps import Swap
-from fusedckpt.fusing.held import Part, is_simple
+from fusedckpt.fusing import adapters, reasons, verification
+from fusedckpt.fusing.guards import is_simple
+from fusedckpt.fusing.match_experts import checked_experts, experts_swap
+from fusedckpt.fusing.match_gated_norms import gated_norm_swap
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
+from fusedckpt.fusing.swap import Part, Swap
 from fusedckpt.layers.fallbacks import NotFused
 
 # the attributes that every module has
@@ -39,7 +40,7 @@ class Matcher:
             if kind == "norm":
                 swap = gated_norm_swap(bare) or norm_swap(bare)
             elif kind == "experts":
-                swap = fused_experts.experts_swap(module, self.save, self.chunks)
+                swap = experts_swap(module, self.save, self.chunks)
             else:
                 swap = (lora_swap if kind == "linear" else mlp_swap)(bare, self.save, self.chunks)
             if isinstance(swap, NotFused) and kind == "mlp":
@@ -89,7 +90,7 @@ class Matcher:
 
     def _check(self, module: nn.Module, swap: Swap) -> Swap | NotFused:
         if swap.kind == "experts":
-            return fused_experts.checked(module, swap, self.verify)
+            return checked_experts(module, swap, self.verify)
         problem = verification.difference(module, swap) if self.verify else None
         if problem is not None:
             return problem

@@ -3,9 +3,8 @@ fused."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -13,7 +12,8 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.held import Held, MatchedBlock, Weight, child_at
+from fusedckpt.fusing.guards import child_at
+from fusedckpt.fusing.mlp_match import MLPMatch, Rate, Weight
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -21,27 +21,6 @@ from fusedckpt.layers.sharded import Sharding
 
 # a linear's weight as [out, in], under the adapters that it has, and its bias
 Linear = tuple[Any, Tensor | None]
-
-
-# where a dropout's rate is: the path of a module, and its attribute
-Rate = tuple[Path, str]
-
-
-class MLPMatch(NamedTuple):
-    """How an MLP, gated MLP or linear with its activation computes, and from which parameters."""
-
-    # the function of ours that it computes
-    block: MatchedBlock
-    # state that must not change
-    held: tuple[Held, ...]
-    # dtypes of the weights for which the match was verified
-    dtypes: tuple[torch.dtype, ...] = ()
-    # dropout rates that must be 0 in training
-    rates: tuple[Rate, ...] = ()
-    # the rate of the dropout of the last linear's input
-    hidden: Rate | None = None
-    # the rate of the dropout of the result
-    last: Rate | None = None
 
 
 def drops_of(module: nn.Module, match: MLPMatch) -> dict[str, Any]:

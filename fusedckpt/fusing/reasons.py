@@ -1,12 +1,13 @@
-"""Recognise modules that look like a norm or an MLP, and say why one was left or not run fused."""
+"""The reasons why a module is left, or did not run fused, as it is now.
+
+Each function looks at one part of a module: its storage, its parameters, a linear, a hook. It
+returns a `NotFused`, or None where nothing is in the way.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Set
-from functools import cache
+from collections.abc import Iterator
 from itertools import pairwise
-from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,33 +20,19 @@ from fusedckpt.autograd.private_sharding import is_fsdp_managed
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.recorded_block import is_activation
+from fusedckpt.fusing.lookalikes import (
+    NOT_POINTWISE,
+    acts,
+    child_layers,
+    has_experts,
+    is_adapter,
+    is_linear,
+    is_products,
+    is_transposed,
+)
 from fusedckpt.layers import sharded
 from fusedckpt.layers.fallbacks import NotFused
-from fusedckpt.layers.linear import Linear
 
-# in code and as attributes: torch's functions, and transformers' tables of activations
-_ACTIVATIONS = frozenset(
-    ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
-    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu", "hardsigmoid", "hardtanh")
-    + ("logsigmoid", "sigmoid", "softsign", "xielu", "ACT2FN", "get_activation")
-)
-# of torch's activations, no functions of single elements
-_OTHERS = (
-    *(nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin),
-    nn.AdaptiveLogSoftmaxWithLoss,
-)
-# functions that a norm's code calls
-_NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
-)
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
 _DROPOUTS = (
     *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
     *(nn.AlphaDropout, nn.FeatureAlphaDropout),
@@ -73,7 +60,7 @@ def of_class(name: str, child: Any) -> NotFused | None:
         below = of_class(f"{name}.base_layer", adapters.base_of(child))
         return below if problem is None else NotFused("adapter", f"{name} is {problem}")
     kind = type(child)
-    if _is_adapter(child):
+    if is_adapter(child):
         return NotFused("adapter", f"{name} is a {kind.__module__}.{kind.__name__}")
     if not isinstance(child, nn.Linear) and not is_transposed(child):
         return None
@@ -126,7 +113,7 @@ def of_storage(module: nn.Module) -> NotFused | None:
     Those of FSDP are views of memory that is freed between two forwards: to read them can end the
     process.
     """
-    layers = [module, *(layer for _, layer in _children(module))]
+    layers = [module, *(layer for _, layer in child_layers(module))]
     if any(isinstance(layer, ScriptModule) for layer in layers):
         return NotFused("scripted")
     if any(map(is_fsdp_managed, layers)):
@@ -149,7 +136,7 @@ def of_parts(module: nn.Module) -> NotFused | None:
     """Say why a module's parameters or linears are not to be taken, None if they are."""
     if (obstacle := of_storage(module) or of_layer(module)) is not None:
         return obstacle
-    linears = {name: child for name, child in _children(module) if _is_linear(child)}
+    linears = {name: child for name, child in child_layers(module) if is_linear(child)}
     obstacles = (of_class(n, child) or of_hooks(n, child) for n, child in linears.items())
     if (obstacle := next(filter(None, obstacles), None)) is not None:
         return obstacle
@@ -164,63 +151,8 @@ def of_module(module: nn.Module, kind: str, reason: NotFused | None) -> NotFused
         return obstacle
     if kind == "norm":
         return NotFused("other norm")
-    is_mixture = _has_experts(module) or any(_is_products(child) for _, child in _children(module))
+    is_mixture = has_experts(module) or any(is_products(child) for _, child in child_layers(module))
     return NotFused("experts" if is_mixture else "beside")
-
-
-def looks_like(module: nn.Module) -> str | None:
-    """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
-    if _is_norm(module):
-        return "norm"
-    linears = sum(_is_linear(child) or _is_products(child) for _, child in _children(module))
-    # a lazy parameter has no dimensions, and a scale of channels one size alone
-    parameters = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in parameters)
-    if not count or _is_linear(module) or type(module).forward is nn.Module.forward:
-        return None
-    # in a convolutional net, activations follow convolutions, and a lone linear is the head
-    is_head = linears < 2 and any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
-    # a lone tanh caps logits
-    if is_head or not _activates(module, _ACTIVATIONS | ({"tanh"} if count > 1 else frozenset())):
-        return None
-    return "linear" if count == 1 else "mlp"
-
-
-def _is_norm(module: nn.Module) -> bool:
-    if isinstance(module, _NORMS):
-        return True
-    parameters = [p for p in module._parameters.values() if p is not None]
-    if module._modules or len(parameters) > 2 or type(module).forward is nn.Module.forward:
-        return False
-    name = type(module).__name__.lower()
-    if "norm" in name and (len(parameters) > 0 or "layernorm" in name or "rmsnorm" in name):
-        return True
-    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in parameters)
-    return are_vectors and not _NORMALISES.isdisjoint(called_by(type(module)))
-
-
-def _activates(module: nn.Module, known: Set[str]) -> bool:
-    """Whether a child, an attribute or the code of a module's forward is an activation."""
-    if any(acts(child) for _, child in _children(module)):
-        return True
-    values = (getattr(value, "func", value) for value in vars(module).values())
-    names = {getattr(value, "__name__", "") for value in values if callable(value)}
-    names |= {name.rstrip("_") for name in called_by(type(module))}
-    return not known.isdisjoint(names)
-
-
-def acts(child: nn.Module) -> bool:
-    """Whether a child is an activation, also one that is not fused."""
-    if any(is_lazy(p) or p.dim() > 1 for p in child.parameters()) or isinstance(child, _OTHERS):
-        return False
-    is_torch = type(child).__module__ == "torch.nn.modules.activation"
-    return is_torch or isinstance(child, ScriptModule) or is_activation(child)
-
-
-def acts_beside(module: nn.Module) -> bool:
-    """Whether the functions of single elements in a forward are its own, not those of an MLP."""
-    inside = (child for _, child in _children(module) if not _is_linear(child))
-    return all(not is_lazy(p) and p.dim() < 2 for child in inside for p in child.parameters())
 
 
 def apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
@@ -228,91 +160,6 @@ def apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
     skipped = (nn.Identity, *_DROPOUTS)
     layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
     for (name, linear), (_, act) in pairwise(layers):
-        if _is_linear(linear) and (acts(act) or isinstance(act, _OTHERS)):
+        if is_linear(linear) and (acts(act) or isinstance(act, NOT_POINTWISE)):
             obstacle = of_class(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
             yield name, obstacle or NotFused("apart", str(act))
-
-
-def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children, those of lists and dicts in their place."""
-    for name, child in module.named_children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
-        else:
-            yield name, child
-
-
-def _has_experts(module: nn.Module) -> bool:
-    """Whether a module of no library of torch's has a matrix for each of several experts."""
-    weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    is_own = not type(module).__module__.startswith("torch.")
-    return is_own and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
-
-
-def _is_products(module: nn.Module) -> bool:
-    """Whether it multiplies by experts' matrices, and has no activation, which is its parent's."""
-    return _has_experts(module) and not _activates(module, _ACTIVATIONS)
-
-
-def _is_linear(child: nn.Module) -> bool:
-    if isinstance(child, nn.Linear):
-        return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
-    is_lazy_one = any(p is not None and is_lazy(p) for p in child._parameters.values())
-    if isinstance(child, ScriptModule) or is_lazy_one:
-        return False
-    return is_transposed(child) or _is_adapter(child)
-
-
-def is_transposed(child: nn.Module) -> bool:
-    """Whether a layer is a linear with its weight as [in, out], as transformers' Conv1D is."""
-    weight, bias = child._parameters.get("weight"), child._parameters.get("bias")
-    return (
-        not isinstance(child, nn.Linear)
-        and len(child._parameters) == 2
-        and not (child._modules or child._buffers)
-        and weight is not None
-        and bias is not None
-        and weight.dim() == 2
-        and getattr(child, "nf", None) == weight.shape[1] == bias.shape[0]
-    )
-
-
-def _is_adapter(child: nn.Module) -> bool:
-    """Whether a layer wraps a linear and adds to it, as LoRA does."""
-    if isinstance(child, (nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-        return False
-    base = getattr(child, "base_layer", None)
-    return isinstance(base, nn.Module) or (
-        any(isinstance(inner, nn.Linear) for inner in child.children())
-        and hasattr(child, "in_features")
-        and hasattr(child, "out_features")
-    )
-
-
-@cache
-def called_by(kind: type, method: str = "forward") -> frozenset[str]:
-    """Return the names in a method's code, and in that of the methods it calls."""
-    # FSDP's class of a module is made in torch, the forward is not
-    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
-    if by.__module__.startswith("torch."):
-        return frozenset()
-    seen: set[str] = set()
-    called: set[str] = set()
-    names = {method}
-    while names:
-        seen |= names
-        # of all classes: one calls the other's by super()
-        methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
-        codes = [inspect.unwrap(method) for method in methods if callable(method)]
-        named = {name for code in codes for name in _names(getattr(code, "__code__", None))}
-        called |= named
-        names = {n for n in named - seen if n not in vars(nn.Module)}
-    return frozenset(called)
-
-
-def _names(code: CodeType | None) -> Iterator[str]:
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _names(constant)

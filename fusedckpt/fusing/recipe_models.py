@@ -17,9 +17,10 @@ from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
 from fusedckpt.fusing import chain_kernels, recipe_mode
 from fusedckpt.fusing.fuse_report import RECIPES
-from fusedckpt.fusing.fused_mlps import Swap
+from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.swap import Swap
 
 KERNELS.append(chain_kernels.run_chain)
 
@@ -93,3 +94,18 @@ def _obstacle(args: Sequence[Any]) -> str | None:
     if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
         return "saved-tensor hooks of other code take the tensors"
     return None
+
+
+def has_recipes(model: nn.Module) -> bool:
+    """Whether functions in a model's forward save recipes."""
+    return isinstance(model, WithRecipes)
+
+
+@contextmanager
+def without_recipes() -> Iterator[None]:
+    """Let functions called inside save their tensors; where no forward has recipes, do nothing."""
+    if not isinstance(private.function_mode(), RecipeMode):
+        yield
+        return
+    with private.without_function_mode(), tracking(None):
+        yield

@@ -27,10 +27,10 @@ from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing.call_state import is_noted
-from fusedckpt.fusing.fused_mlps import Swapped
-from fusedckpt.fusing.held import MatchedBlock, broken
-from fusedckpt.fusing.mlp_weights import MLPMatch
+from fusedckpt.fusing.guards import broken
+from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
+from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 

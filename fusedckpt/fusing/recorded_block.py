@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
-from fusedckpt.fusing.held import MatchedBlock, Weight
+from fusedckpt.fusing.mlp_match import MatchedBlock, Weight
 from fusedckpt.fusing.recording import Node, Recording, record, walk
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS

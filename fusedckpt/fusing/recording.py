@@ -27,8 +27,8 @@ from fusedckpt.autograd.private import (
     schema_of,
     storage_key,
 )
-from fusedckpt.fusing.held import Log, spied
 from fusedckpt.fusing.replica import Path, undisturbed
+from fusedckpt.fusing.spies import Log, spied
 from fusedckpt.layers.fallbacks import NotFused
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from fusedckpt.fusing.fuse_report import FuseReport
-from fusedckpt.fusing.fused_mlps import Swap
+from fusedckpt.fusing.swap import Swap
 
 Names = str | Sequence[str] | None
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
-from fusedckpt.fusing.fused_mlps import Swap
-from fusedckpt.fusing.held import child_at
+from fusedckpt.fusing.guards import child_at
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
+from fusedckpt.fusing.swap import Swap
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import saved_tensors
 

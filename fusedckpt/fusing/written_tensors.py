@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import Argument, storage_of
-from fusedckpt.fusing.reasons import called_by
+from fusedckpt.fusing.code_names import called_by
 
 # bytes of a tensor that is copied for one call in any case
 _SMALL = 1 << 16

@@ -19,7 +19,7 @@ from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse
-from fusedckpt.fusing.held import MARK
+from fusedckpt.fusing.swap import MARK
 from fusedckpt.integrations.first_batch import at_first_batch
 
 __all__ = ["FuseCallback", "use_checkpoint"]

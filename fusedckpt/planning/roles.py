@@ -32,8 +32,8 @@ from fusedckpt.checkpointing.chain import CallChain, ChainedSegment
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.fused_heads import FusedHead
+from fusedckpt.fusing.recipe_models import without_recipes
 from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.without_recipes import without_recipes
 
 # in the module's __dict__: its role, and a forward that was set on it and not on its class
 _ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"

@@ -18,7 +18,7 @@ from fusedckpt.autograd.private import function_of, pytree, storage_key
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.offload import is_movable
 from fusedckpt.checkpointing.repeat_check import NOT_THE_SAME, RepeatCheck
-from fusedckpt.fusing.without_recipes import has_recipes
+from fusedckpt.fusing.recipe_models import has_recipes
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning import grouping
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArguments

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.fuser import FuseReport, fuse
+from fusedckpt.fusing.fuse_report import FuseReport
+from fusedckpt.fusing.fuser import fuse
 from fusedckpt.memory import SavedTensors, nbytes_of, saved_tensors
 from fusedckpt.reporting.step import Step, default_loss
 from fusedckpt.reporting.tables import size, table

@@ -35,7 +35,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.fused_mlps import FusedNorm
+from fusedckpt.fusing.fused_norms import FusedNorm
 from fusedckpt.fusing.subclass import subclass
 
 FOUND = {

@@ -1,156 +1,31 @@
-"""State that a module's forward depends on, besides parameters and input: recorded, then compared.
+"""Copies of modules that log the state which a forward reads, while it is recorded.
 
-A forward is proven equal for the state that it read: classes, numbers, flags and callables of the
-module and its children. Copies of the modules, of subclasses over meta tensors, record it:
-immutable attributes are the module's own, mutable ones are copied, and at one that cannot be copied
-the forward is stopped. The state is stored by name, and compared in every call.
+The copies are of subclasses, over meta tensors. Immutable attributes are the module's own, mutable
+ones are copied, and at one that cannot be copied the forward is stopped.
 """
 
 from __future__ import annotations
 
 import copy
-import enum
-import types
 from collections import deque
 from collections.abc import Collection, Sequence
-from functools import cache, partial
+from functools import cache
 from inspect import getattr_static
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing.adapters import base_of, is_dequantising
+from fusedckpt.fusing.guards import MISSING, Held, is_function, is_simple
 from fusedckpt.fusing.replica import Path, replica
 from fusedckpt.layers.fallbacks import NotFused
 
-_SIMPLE = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
 # containers of simple values, which are copied
 CONTAINERS = (list, dict, set, deque)
-# the value of a missing attribute
-MISSING = "no value"
 # attributes that every module has, and those by which modules call each other
 _OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
 _LOG = "_fusedckpt_log"
-# the attribute of a swapped module that has its `Original`
-MARK = "_fusedckpt_original"
-
-
-class Part(NamedTuple):
-    """A swapped module or block, as reports name it."""
-
-    # "norm", "mlp", "linear", "attention" or "experts"
-    kind: str
-    # the text of the report
-    change: str
-    # bytes per token before and after the swap, None where they are not known
-    saved: tuple[float, float] | None
-
-
-class Original(NamedTuple):
-    """The state of a module before it was swapped."""
-
-    # its class
-    kind: type[nn.Module]
-    # the attributes that `unfuse` deletes
-    attributes: tuple[str, ...]
-    # its swapped parts, by the name below the module
-    parts: dict[str, Part]
-
-
-class Weight(NamedTuple):
-    """A linear of a block."""
-
-    # the attributes that lead to its weight
-    weight: Path
-    # those that lead to its bias, None without one
-    bias: Path | None
-    # whether the weight lies as [in, out]
-    transposed: bool
-
-
-class MatchedBlock(NamedTuple):
-    """The block that a forward computes: the arguments of one of our functions."""
-
-    # the function: "mlp", "gated_mlp" or "linear_act"
-    kind: str
-    # in the order of the function's arguments
-    linears: tuple[Weight, ...]
-    # its name in the table of activations
-    activation: str
-    # the half of the first weight that comes first, "gate" or "up"; "" where it has no halves
-    packed: str = ""
-
-
-class Held(NamedTuple):
-    """The state of one module that must not change."""
-
-    # the names of the children that lead to it
-    path: Path
-    # its class, None for the swapped module itself
-    kind: type[nn.Module] | None
-    # the number of its children, None for any
-    children: int | None
-    # attributes that were read, each as the names that lead to it, and their values
-    reads: tuple[tuple[Path, Any], ...]
-
-
-def is_simple(value: Any) -> bool:
-    """Whether a value is immutable, and compared by value."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(is_simple, value))
-    return isinstance(value, _SIMPLE)
-
-
-def is_function(value: Any) -> bool:
-    """Whether a value is code, compared by identity."""
-    # torch's builtins and the jit's functions are of classes of their own
-    is_code = isinstance(value, _FUNCTIONS) or type(value).__name__.endswith("ScriptFunction")
-    return is_code and not isinstance(getattr(value, "__self__", None), nn.Module)
-
-
-def child_at(module: nn.Module, path: Path) -> nn.Module | None:
-    """Return the module at a path of names, below adapters; None if there is none."""
-    child: nn.Module | None = module
-    for name in path:
-        child = None if child is None else child._modules.get(name)
-        if child is not None and "base_layer" in child._modules:
-            child = base_of(child)
-    return child
-
-
-def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
-    """Return the first change in a module since it was recorded, None if nothing changed.
-
-    The reason names the child that was replaced or has hooks, or the changed attribute.
-    """
-    for path, kind, children, reads in held:
-        part = child_at(module, path)
-        if part is None or (kind is not None and kind is not _kind(part)):
-            return NotFused("child", ".".join(path))
-        if kind is not None and has_hooks(part):
-            return NotFused("hook", ".".join(path))
-        if children is not None and len(part._modules) != children:
-            return NotFused("child", ".".join(path))
-        for names, value in reads:
-            now: Any = part
-            for name in names:
-                now = getattr(now, name, MISSING)
-            if now is not value and not (type(now) is type(value) and now == value):
-                return NotFused("changed", ".".join(path + names))
-    return None
-
-
-def _kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before it was swapped, nn.Linear for a linear that dequantises."""
-    if is_dequantising(module):
-        return nn.Linear
-    return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)
 
 
 class Stopped(Exception):

@@ -1,0 +1,94 @@
+"""The forward of a norm of any class, fused, and the record of what it computes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.blocks import reader
+from fusedckpt.fusing.guards import Held, broken
+from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.layers import fallbacks, sharded
+from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.norm import layer_norm, rms_norm
+
+
+class NormMatch(NamedTuple):
+    """The norm that a module of some class computes: see `functional.rms_norm` and `layer_norm`."""
+
+    # the attribute of the weight, None for a norm without one
+    weight: str | None
+    # the attribute of epsilon, or its value
+    eps: str | float
+    # added to the weight: 1 for Gemma's
+    offset: float
+    # where the norm rounds: "torch", "llama" or "gemma"
+    cast: str
+    # pairs of x's and the weight's dtype that were verified, x's twice without a weight
+    dtypes: tuple[tuple[torch.dtype, torch.dtype], ...]
+    # "rms" or "layer"
+    kind: str = "rms"
+    # the attribute of the bias
+    bias: str | None = None
+    # whether the result has x's dtype even under autocast
+    casts_back: bool = False
+    # state that must not change
+    held: tuple[Held, ...] = ()
+    # whether it may run under autocast
+    autocasts: bool = True
+
+
+class FusedNorm(Swapped):
+    """Forward of a norm of any class; saves only x for the verified dtypes."""
+
+    _fusedckpt_match: NormMatch
+    save_levels = ()
+
+    def _fused(self, x: Tensor) -> Tensor | NotFused:
+        names = self._fusedckpt_match.weight, self._fusedckpt_match.bias
+        weight, bias = (None if name is None else self._parameters.get(name) for name in names)
+        if dispatch.are_plain(x, weight, bias):
+            return self._computed(x, weight, bias)
+        y = sharded.on_rows(self._computed, 1, x, weight, bias)
+        by_name = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
+        return fallbacks.unplain(x, **by_name) if y is None else y
+
+    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | NotFused:
+        match = self._fusedckpt_match
+        if (changed := broken(self, match.held)) is not None:
+            return changed
+        for name, tensor in ((match.weight, weight), (match.bias, bias)):
+            if name is not None and tensor is None:
+                return NotFused("changed", name)
+        dtype = x.dtype if weight is None else weight.dtype
+        # F.layer_norm takes two dtypes on a CPU, and where autocast casts them
+        is_taken = match.kind == "rms" or x.device.type in ("cpu", "meta") or dtype == x.dtype
+        is_cast = dispatch.autocast_dtype(x.device) is not None
+        is_taken = match.autocasts if is_cast else is_taken
+        if (x.dtype, dtype) not in match.dtypes or not is_taken:
+            return NotFused("dtype", x.dtype)
+        return normalised(self, match, x, weight, bias)
+
+    def _now(self) -> str:
+        match = self._fusedckpt_match
+        ours = "layer_norm" if match.kind == "layer" else f"rms_norm, cast={match.cast}"
+        return f"fused as {ours}"
+
+
+def normalised(
+    module: nn.Module, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    """Return the norm that a match describes; note its inputs for readers of the result."""
+    shape = x.shape[-1:] if weight is None else weight.shape
+    eps = getattr(module, match.eps) if isinstance(match.eps, str) else match.eps
+    if match.kind == "layer":
+        weight = weight + match.offset if weight is not None and match.offset else weight
+        y = layer_norm(x, shape, weight, bias, eps=eps)
+    else:
+        y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
+    if match.casts_back and y.dtype != x.dtype:
+        return y.to(x.dtype)
+    return reader.note_norm(module, y, weight, bias)

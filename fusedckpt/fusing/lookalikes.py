@@ -1,0 +1,153 @@
+"""Modules that look like a norm, an MLP or experts, by their layers and by names in their code.
+
+A lookalike that is not fused is named in the report, with a reason; any other module is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+
+from torch import nn
+from torch.jit import ScriptModule
+from torch.nn.parameter import is_lazy
+
+from fusedckpt.fusing.code_names import called_by
+from fusedckpt.fusing.recorded_block import is_activation
+from fusedckpt.layers.linear import Linear
+
+# in code and as attributes: torch's functions, and transformers' tables of activations
+_ACTIVATIONS = frozenset(
+    ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
+    + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu", "hardsigmoid", "hardtanh")
+    + ("logsigmoid", "sigmoid", "softsign", "xielu", "ACT2FN", "get_activation")
+)
+# of torch's activations, no functions of single elements
+NOT_POINTWISE = (
+    *(nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin),
+    nn.AdaptiveLogSoftmaxWithLoss,
+)
+# functions that a norm's code calls
+_NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
+)
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+
+
+def looks_like(module: nn.Module) -> str | None:
+    """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
+    if _is_norm(module):
+        return "norm"
+    linears = sum(is_linear(child) or is_products(child) for _, child in child_layers(module))
+    # a lazy parameter has no dimensions, and a scale of channels one size alone
+    parameters = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in parameters)
+    if not count or is_linear(module) or type(module).forward is nn.Module.forward:
+        return None
+    # in a convolutional net, activations follow convolutions, and a lone linear is the head
+    is_head = linears < 2 and any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
+    # a lone tanh caps logits
+    if is_head or not _activates(module, _ACTIVATIONS | ({"tanh"} if count > 1 else frozenset())):
+        return None
+    return "linear" if count == 1 else "mlp"
+
+
+def _is_norm(module: nn.Module) -> bool:
+    if isinstance(module, _NORMS):
+        return True
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if module._modules or len(parameters) > 2 or type(module).forward is nn.Module.forward:
+        return False
+    name = type(module).__name__.lower()
+    if "norm" in name and (len(parameters) > 0 or "layernorm" in name or "rmsnorm" in name):
+        return True
+    are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in parameters)
+    return are_vectors and not _NORMALISES.isdisjoint(called_by(type(module)))
+
+
+def _activates(module: nn.Module, known: Set[str]) -> bool:
+    """Whether a child, an attribute or the code of a module's forward is an activation."""
+    if any(acts(child) for _, child in child_layers(module)):
+        return True
+    values = (getattr(value, "func", value) for value in vars(module).values())
+    names = {getattr(value, "__name__", "") for value in values if callable(value)}
+    names |= {name.rstrip("_") for name in called_by(type(module))}
+    return not known.isdisjoint(names)
+
+
+def acts(child: nn.Module) -> bool:
+    """Whether a child is an activation, also one that is not fused."""
+    if any(is_lazy(p) or p.dim() > 1 for p in child.parameters()) or isinstance(
+        child, NOT_POINTWISE
+    ):
+        return False
+    is_torch = type(child).__module__ == "torch.nn.modules.activation"
+    return is_torch or isinstance(child, ScriptModule) or is_activation(child)
+
+
+def acts_beside(module: nn.Module) -> bool:
+    """Whether the functions of single elements in a forward are its own, not those of an MLP."""
+    inside = (child for _, child in child_layers(module) if not is_linear(child))
+    return all(not is_lazy(p) and p.dim() < 2 for child in inside for p in child.parameters())
+
+
+def child_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children, those of lists and dicts in their place."""
+    for name, child in module.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{name}.{key}", inner) for key, inner in child.named_children())
+        else:
+            yield name, child
+
+
+def has_experts(module: nn.Module) -> bool:
+    """Whether a module of no library of torch's has a matrix for each of several experts."""
+    weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
+    is_own = not type(module).__module__.startswith("torch.")
+    return is_own and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
+
+
+def is_products(module: nn.Module) -> bool:
+    """Whether it multiplies by experts' matrices, and has no activation, which is its parent's."""
+    return has_experts(module) and not _activates(module, _ACTIVATIONS)
+
+
+def is_linear(child: nn.Module) -> bool:
+    """Whether a layer is a linear, also one with adapters or with its weight as [in, out]."""
+    if isinstance(child, nn.Linear):
+        return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
+    is_lazy_one = any(p is not None and is_lazy(p) for p in child._parameters.values())
+    if isinstance(child, ScriptModule) or is_lazy_one:
+        return False
+    return is_transposed(child) or is_adapter(child)
+
+
+def is_transposed(child: nn.Module) -> bool:
+    """Whether a layer is a linear with its weight as [in, out], as transformers' Conv1D is."""
+    weight, bias = child._parameters.get("weight"), child._parameters.get("bias")
+    return (
+        not isinstance(child, nn.Linear)
+        and len(child._parameters) == 2
+        and not (child._modules or child._buffers)
+        and weight is not None
+        and bias is not None
+        and weight.dim() == 2
+        and getattr(child, "nf", None) == weight.shape[1] == bias.shape[0]
+    )
+
+
+def is_adapter(child: nn.Module) -> bool:
+    """Whether a layer wraps a linear and adds to it, as LoRA does."""
+    if isinstance(child, (nn.Linear, nn.Sequential, nn.ModuleList, nn.ModuleDict)):
+        return False
+    base = getattr(child, "base_layer", None)
+    return isinstance(base, nn.Module) or (
+        any(isinstance(inner, nn.Linear) for inner in child.children())
+        and hasattr(child, "in_features")
+        and hasattr(child, "out_features")
+    )

@@ -1,0 +1,176 @@
+"""Recognise experts as transformers writes them, and verify them.
+
+They are told by their parameters: `gate_up_proj` and `down_proj` of three dimensions. The gating is
+looked up by its values, and a small replica is compared with the original's forward. The router is
+not touched, nor which experts implementation the config names.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.blocks.eager import gated
+from fusedckpt.fusing.fused_experts import (
+    BIASES,
+    WEIGHTS,
+    ExpertsMatch,
+    FusedDenseExperts,
+    FusedExperts,
+    is_eager,
+)
+from fusedckpt.fusing.fused_mlps import of_chunks
+from fusedckpt.fusing.guards import Held, is_function, is_simple
+from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import Part, Swap
+from fusedckpt.fusing.verification import difference, saved_per_token
+from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
+from fusedckpt.layers.fallbacks import NotFused
+
+
+def holds(module: nn.Module) -> bool:
+    """Whether a module has the parameters of transformers' experts."""
+    weights = [module._parameters.get(name) for name in WEIGHTS]
+    return all(p is not None and p.dim() == 3 for p in weights)
+
+
+def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
+    """Return the swap of experts, or why they cannot be swapped."""
+    others = [name for name, _ in module.named_parameters() if name not in (*WEIGHTS, *BIASES)]
+    if others:
+        return NotFused("parameters", ", ".join(others))
+    gate_up, down = [module._parameters[name] for name in WEIGHTS]
+    assert gate_up is not None
+    assert down is not None
+    first, last = gate_up.shape[1:], down.shape[1:]
+    # some experts of others have no weights
+    are_as_many = gate_up.shape[0] == down.shape[0]
+    sides = [side for side in (False, True) if are_as_many and _fits(first, last, side)]
+    if len(sides) == 2:
+        # square: either could be
+        sides = [bool(getattr(module, "is_transposed", False))]
+    count = len(inspect.signature(module.forward).parameters)
+    if count not in (1, 3):
+        return NotFused("signature")
+    gating = _gating_of(module)
+    if not sides or gating is None:
+        return NotFused("gating" if sides else "shapes")
+    # sizes may change, as in expert parallelism
+    reads = tuple(
+        ((name,), value)
+        for name, value in vars(module).items()
+        if name[0] != "_" and name != "training" and type(value) is not int
+        if is_simple(value) or is_function(value)
+    )
+    held = [Held((), None, None, reads)]
+    held += [Held((n,), type(child), None, ()) for n, child in module.named_children()]
+    name = gating if isinstance(gating, str) else "clamped SwiGLU"
+    details = [name, *(["weights as [in, out]"] if sides[0] else []), *of_chunks(chunks)]
+    match = ExpertsMatch(gating, sides[0], tuple(held))
+    return Swap(
+        "experts",
+        f"{type(module).__name__} -> experts ({', '.join(details)})",
+        subclass(FusedExperts if count == 3 else FusedDenseExperts, type(module)),
+        {"_fusedckpt_match": match, "save": save, "chunks": chunks},
+        features=(first[0 if sides[0] else 1],),
+        is_sized=True,
+    )
+
+
+def _fits(first: Sequence[int], last: Sequence[int], turned: bool) -> bool:
+    (n, k), (d, f) = (first[::-1], last[::-1]) if turned else (first, last)
+    return n == 2 * f and k == d
+
+
+def _gating_of(module: Any) -> Gating | None:
+    """Return the gating with the values of the module's own, None if none has them."""
+    # beyond every limit
+    far = max([30.0, *(2 * number for number in _numbers(module))])
+    near = torch.linspace(-30, 30, 601, dtype=torch.float64)
+    near = torch.cat([near, near * far / 30])
+    z = torch.stack([near, near[torch.arange(len(near)) * 97 % len(near)]]).T.reshape(1, -1)
+    gate = getattr(module, "_apply_gate", None)
+    act: Any = getattr(module, "act_fn", None)
+    with undisturbed("cpu"), torch.no_grad(), torch.device("cpu"):
+        for gating in _candidates(module):
+            g, u = _split(z, gating)
+            try:
+                hidden: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
+            except Exception:  # arbitrary code of others
+                return None
+            # some compute it in float32
+            if torch.allclose(hidden, gated(g, u, gating), rtol=1e-5, atol=1e-5):
+                return gating
+    return None
+
+
+def _split(z: Tensor, gating: Gating) -> Any:
+    is_interleaved = isinstance(gating, ClampedSwiGLU) and gating.is_interleaved
+    return (z[:, ::2], z[:, 1::2]) if is_interleaved else z.chunk(2, 1)
+
+
+def _candidates(module: nn.Module) -> Iterator[Gating]:
+    """Yield gatings, with the numbers of the module."""
+    yield from ACTIVATIONS
+    numbers = _numbers(module)
+    for limit, alpha in product(numbers, {1.0, *numbers}):
+        for offset, is_interleaved in product((0.0, 1.0), (True, False)):
+            yield ClampedSwiGLU(alpha, limit, offset, is_interleaved)
+
+
+def _numbers(module: nn.Module) -> set[float]:
+    return {v for v in vars(module).values() if type(v) is float and 0 < v < math.inf}
+
+
+def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
+    """Run a copy of experts by an implementation of transformers', routed by two features."""
+    if "config" in vars(module):
+        module.config = copy.copy(module.config)
+        module.config._experts_implementation_internal = implementation
+    # digits that are the same in every dtype
+    rows = x.flatten(0, -2)
+    index = (rows[:, :2].detach().double() * 1024).long() % getattr(module, WEIGHTS[0]).shape[0]
+    return type(module).forward(module, rows, index, rows[:, :2])
+
+
+def _dense(module: Any, x: Tensor) -> Tensor:
+    """Run a copy of experts that each get all rows."""
+    rows = x.flatten(0, -2).repeat(getattr(module, WEIGHTS[0]).shape[0], 1)
+    return type(module).forward(module, rows)
+
+
+def checked_experts(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotFused:
+    """Return a swap with the bytes saved per token for two experts, or how it changes results.
+
+    Of dense experts the bytes are those of all of them.
+    """
+    if issubclass(swap.to, FusedDenseExperts):
+        dense = replace(swap, run=_dense)
+        problem = difference(module, dense) if verify else None
+        part = Part(swap.kind, swap.change, saved_per_token(module, dense))
+        return problem or replace(swap, parts={"": part})
+    problem = difference(module, replace(swap, run=partial(_routed, "eager"))) if verify else None
+    if problem is not None and not is_eager(module):
+        # the own forward of some multiplies in float32
+        problem = difference(module, replace(swap, run=partial(_routed, "batched_mm")))
+        match = swap.attributes["_fusedckpt_match"]._replace(is_own=False)
+        swap = replace(swap, attributes={**swap.attributes, "_fusedckpt_match": match})
+    if problem is not None:
+        return problem
+    # transformers' grouped_mm runs on meta tensors in bfloat16 alone
+    routed = replace(swap, run=partial(_routed, "grouped_mm"))
+    saved = saved_per_token(module, routed, torch.bfloat16)
+    scale = next(module.parameters()).itemsize / 2
+    saved = None if saved is None else (scale * saved[0], scale * saved[1])
+    return replace(swap, parts={"": Part(swap.kind, swap.change, saved)})

@@ -1,0 +1,74 @@
+"""One change of a module's class: the change that `fuse` makes, and what `unfuse` needs to undo it.
+
+A swapped module gets a subclass of its class that overrides forward: isinstance checks, attributes
+and methods keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+
+def call(module: Any, x: Tensor) -> Any:
+    """Run the module's forward, without the hooks around it."""
+    return type(module).forward(module, x)
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One change of class, not yet made."""
+
+    # an argument of `fuse`: "norm", "mlp", "linear", ...
+    kind: str
+    # its text in the report
+    change: str
+    # the class that the module gets
+    to: type[nn.Module]
+    # the attributes that it gets, and loses by `unfuse`
+    attributes: dict[str, Any]
+    # the trailing shape of the module's input
+    features: tuple[int, ...] = ()
+    # whether the module computes the same with smaller parameters, which are then verified
+    is_sized: bool = False
+    # what reports say, by the name below the module
+    parts: dict[str, Part] = field(default_factory=dict)
+    # where a method is swapped: a module of the children that the method calls
+    own: Any = None
+    # calls the module on one tensor
+    run: Callable[[Any, Tensor], Any] = call
+
+    def apply(self, module: nn.Module) -> None:
+        """Change the module's class."""
+        module.__dict__.update(self.attributes)
+        module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
+        module.__class__ = self.to
+
+
+# the attribute of a swapped module that has its `Original`
+MARK = "_fusedckpt_original"
+
+
+class Part(NamedTuple):
+    """A swapped module or block, as reports name it."""
+
+    # "norm", "mlp", "linear", "attention" or "experts"
+    kind: str
+    # the text of the report
+    change: str
+    # bytes per token before and after the swap, None where they are not known
+    saved: tuple[float, float] | None
+
+
+class Original(NamedTuple):
+    """The state of a module before it was swapped."""
+
+    # its class
+    kind: type[nn.Module]
+    # the attributes that `unfuse` deletes
+    attributes: tuple[str, ...]
+    # its swapped parts, by the name below the module
+    parts: dict[str, Part]

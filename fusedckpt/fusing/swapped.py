@@ -1,0 +1,77 @@
+"""The base of fused forwards: a call that was not proven equal runs the original forward."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import FunctionType
+from typing import Any
+
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch
+from fusedckpt.fusing import shared_layers
+from fusedckpt.fusing.subclass import made_of
+from fusedckpt.layers import fallbacks, sharded
+from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.sharded import Sharding
+
+# the parts of a function, as FunctionType takes them
+_FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
+
+
+class Swapped(nn.Module):
+    """Forward of a swapped module: fused if proven equal for this call, else the original one."""
+
+    # how many tensors a fused call takes, and their names
+    _fusedckpt_count = 1
+    _fusedckpt_names: tuple[str, ...]
+    # how the weights are laid out over ranks, None for whole ones
+    _fusedckpt_sharding: Sharding | None = None
+    # returns the result, or why this call cannot run fused
+    _fused: Callable[..., Tensor | NotFused]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ours, original = made_of(cls) or (nn.Module, nn.Module)
+        if issubclass(ours, Swapped):
+            # with the original's signature, by which torch.fx names a trace's inputs
+            call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
+            cls.forward = wraps(original.forward)(call)
+            _, *names = inspect.signature(original.forward).parameters.values()
+            parameters = [p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
+            cls._fusedckpt_names = tuple(parameters[: cls._fusedckpt_count])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the fused forward, or that of the original class."""
+        tensors = self._by_position(args, kwargs) if kwargs else args
+        if not dispatch.is_recorded(tensors[0] if tensors else None):
+            is_taken = len(tensors) == self._fusedckpt_count
+            for x in tensors:
+                is_taken = is_taken and isinstance(x, Tensor)
+            y = self._fused(*tensors) if is_taken else NotFused("arguments")
+            if not isinstance(y, NotFused):
+                return y
+            fallbacks.note_fallback(self, y)
+        if self._fusedckpt_sharding is not None and len(tensors) == 1:
+            return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
+        return super().forward(*args, **kwargs)
+
+    __prepare_scriptable__ = shared_layers.Shared.__prepare_scriptable__
+
+    def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """Return a fused call's tensors, nothing where others are passed by name."""
+        names = self._fusedckpt_names[len(args) :]
+        return (*args, *(kwargs[n] for n in names)) if {*names} == kwargs.keys() else ()
+
+    def _original(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+    def _now(self) -> str:
+        """Name the function that it computes now, "" for its own."""
+        return ""
+
+    def extra_repr(self) -> str:
+        """Describe the module as its class does, and name the function that it computes now."""
+        return ", ".join(filter(None, (super().extra_repr(), self._now())))
