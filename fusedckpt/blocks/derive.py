@@ -191,9 +191,11 @@ class Walk(Writer):
 
     def add(self, number: Any, node: Node) -> None:
         """Note a parameter's gradient; of chunks, add it to that so far."""
+        label = label_of("dy", self.program.params[number])
         if self.chunked and node.target not in passes.SUMS:
+            node._rename(f"{label}_part")
             node = self.call(passes.sum_of, self.given("sum", number), node)
-        node._rename(f"d_{label_of('', self.program.params[number])}")
+        node._rename(label)
         self.sums[number] = node
 
 

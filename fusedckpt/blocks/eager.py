@@ -56,7 +56,7 @@ def draw_seeds(x: Tensor, count: int) -> Tensor | None:
     return torch.randint(2**63 - 1, (count,), device=x.device)
 
 
-def replayed(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Tensor:
+def seeded_dropout(x: Tensor, p: float, seed: Tensor | None, first_row: int = 0) -> Tensor:
     """Return F.dropout(x, p), drawn by a seed; x [..., N] begins with `first_row` of all rows."""
     if not p:
         return x
@@ -78,7 +78,7 @@ def dropout(x: Tensor, p: float, seed: Tensor | None = None) -> Tensor:
     if not p or seed is None:
         return F.dropout(x, p) if p else x
     wide = torch.promote_types(x.dtype, torch.float32)
-    noise = replayed(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
+    noise = seeded_dropout(torch.ones(x.shape, dtype=wide, device=x.device), p, seed)
     return (x * noise).to(x.dtype)
 
 

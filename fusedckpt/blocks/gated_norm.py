@@ -147,7 +147,7 @@ class GatedNormOptions(NamedTuple):
         builder = Builder(context, x.dtype)
         number = builder.param("weight", Layout(1), weight)
         y = builder.add(GatedNorm(rule, dtype, sums, kernel), "y", ("x", "gate"), (number,))
-        return builder.call("gated_norm", {"x": x, "gate": gate}, [y], {})
+        return builder.call(name, {"x": x, "gate": gate}, [y], {})
 
     def sizes(self) -> tuple[int]:
         """Return the one size that is normalised; refuse others."""

@@ -226,7 +226,7 @@ class BlockOptions(NamedTuple):
         numbers = [b.linear(*pair) for pair in zip(self.linears.names, linears, strict=True)]
         firsts = numbers[: len(numbers) - has_last]
         wide = None
-        results = [f"y{i}" for i in range(len(firsts))]
+        results = [f"y{i}" for i in range(len(firsts))] if firsts[1:] else ["y"]
         products = ()
         if function == "norm_linear":
             wide = torch.promote_types(b.dtype, x.dtype)
@@ -241,9 +241,11 @@ class BlockOptions(NamedTuple):
         if products:
             results = [b.add(hidden, "h" if has_last else "y", products)]
         if has_last:
-            y = b.dropout(self.dropout, 0, results[0], "dropped")
-            y = b.apply(numbers[-1], None, y, "down")
-            y = b.dropout(self.output_dropout, int(self.dropout > 0), y, "thinned")
+            # the last step makes y
+            h = b.dropout(self.dropout, 0, results[0], "h_dropped")
+            y = b.apply(numbers[-1], None, h, "down" if adds or self.output_dropout else "y")
+            seed = int(self.dropout > 0)
+            y = b.dropout(self.output_dropout, seed, y, "down_dropped" if adds else "y")
             results = [b.add(Add(), "y", (y, "x")) if adds else y]
         fields = {"gemm_outputs": products, "dtype": b.dtype if adds or read == "x" else None}
         is_added_after = bool(self.residual) and not adds
@@ -337,6 +339,4 @@ class NormOptions(NamedTuple):
         sums = sums_dtype(x, weight, bias)
         op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
-        return b.call(
-            "norm", inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)}
-        )
+        return b.call(name, inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import pytree
+from fusedckpt.autograd.private import pytree, raw_saved
+from fusedckpt.autograd.recipes import Stored
 from fusedckpt.blocks.call import BlockCall
 
 
@@ -22,6 +24,9 @@ class LayerSchedule:
     name: str
     # the bytes of the tensors that are saved for backward, by name, parameters apart
     saves: dict[str, int]
+    # those of them that are saved as a recipe, of no bytes: backward makes them again from tensors
+    # that other layers save
+    recipes: tuple[str, ...]
     # into how many chunks of rows forward and backward are cut
     chunks: int
     # the schedule of the forward, one call a line
@@ -30,10 +35,14 @@ class LayerSchedule:
     backward: str
 
     def __str__(self) -> str:
-        saved = [f"{name}, {nbytes:,} bytes" for name, nbytes in self.saves.items()]
+        saved = [
+            f"a recipe of {name}" if name in self.recipes else f"{name}, {nbytes:,} bytes"
+            for name, nbytes in self.saves.items()
+        ]
         each = f", for each of {self.chunks} chunks of rows" if self.chunks > 1 else ""
+        again = "".join([f", after {name} is made again by its recipe" for name in self.recipes])
         parts = [f"{self.name} saves {'; '.join(saved) or 'nothing'}"]
-        for title, text in (("forward", self.forward), ("backward", self.backward)):
+        for title, text in (("forward", self.forward), (f"backward{again}", self.backward)):
             parts += [f"{title}{each}", *[f"    {line}" for line in text.splitlines()]]
         return "\n".join(parts)
 
@@ -54,9 +63,10 @@ def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules
         print(fusedckpt.schedule(mlp, x))
 
     A line is a call of a kernel: its results, its inputs that are tensors, results that are written
-    over a tensor (`h=d_h`), and the tensors that are freed after it. `d_x` is the gradient of x.
-    The schedules are those of the gradients that are wanted: of parameters and of inputs that
-    require grad.
+    over a tensor (`h=d_h`), and the tensors that are freed after it. `d_x` is the gradient of x. Of
+    chunks, `all_y` is the tensor of all rows, and `sum_d_w` the gradient of the earlier chunks. The
+    schedules are those of the gradients that are wanted: of parameters and of inputs that require
+    grad.
 
     Args:
         fn: a function or module; no backward runs.
@@ -64,7 +74,8 @@ def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules
 
     Returns:
         A record with `layers`, which prints itself. A layer's `saves` has the bytes of each tensor
-        that it saves besides parameters; a tensor that several layers save is counted for each.
+        that it saves besides parameters; a tensor that several layers save is counted for each. One
+        of `recipes` has no bytes: the result of a norm, which backward makes again.
 
     Raises:
         TypeError: fn cannot be called.
@@ -110,10 +121,24 @@ def _layer_of(node: Any) -> LayerSchedule:
     wanted = tuple(node.needs_input_grad[2:])
     dys = (True,) * len(program.results)
     backward = call.backward(wanted, products, dys, any(products))
-    kept = {name for name, is_saved in zip(program.gemm_outputs, products, strict=True) if is_saved}
-    values = [name for name in saved.names if isinstance(name, str)]
-    sizes = {n: _bytes_of(call, n) for n in values if n in kept or n not in program.gemm_outputs}
-    return LayerSchedule(call.name, sizes, call.chunks, str(saved.forward), str(backward))
+    recipes = _recipes_of(node)
+    names = [
+        *[name for name in program.inputs if name in saved.names],
+        *[name for name in program.saved_results if name in saved.names],
+        *itertools.compress(program.gemm_outputs, products),
+    ]
+    saves = {name: 0 if name in recipes else _bytes_of(call, name) for name in names}
+    if call.num_seeds:
+        saves["seeds"] = call.num_seeds * torch.int64.itemsize
+    return LayerSchedule(
+        call.name, saves, recipes, call.chunks, forward=str(saved.forward), backward=str(backward)
+    )
+
+
+def _recipes_of(node: Any) -> tuple[str, ...]:
+    """Return the names of the tensors that a layer has saved as a recipe."""
+    pairs = zip(node.saved.names, raw_saved(node), strict=False)
+    return tuple([name for name, tensor in pairs if isinstance(tensor.data, Stored)])
 
 
 def _bytes_of(call: BlockCall, name: str) -> int:

@@ -144,7 +144,7 @@ class Gemm(Op):
         if known == wide:
             code.call(add_product, total, dy, weight)
             return total
-        return code.call(passes.summed, total, code.call(torch.mm, dy, weight), dtype=of_sum)
+        return _summed(code, total, code.call(torch.mm, dy, weight), of_sum)
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return y in torch's ops."""
@@ -158,6 +158,14 @@ class Gemm(Op):
             return y
         total = reads[1] + y * self.scale
         return total if self.out is None else total.to(self.out)
+
+
+def _summed(code: Writer, total: Node, part: Node, dtype: torch.dtype | None) -> Node:
+    """Write the sum of two gradients, which `passes.summed` writes over a total of its dtype."""
+    node = code.call(passes.summed, total, part, dtype=dtype)
+    if dtype is not None and code.dtype_of(total) == dtype:
+        node.meta["alias"] = total
+    return node
 
 
 @dataclass(frozen=True)
@@ -255,7 +263,7 @@ class Dropout(Op):
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write dropout(x)."""
         seed = code.call(operator.getitem, params[0], self.seed)
-        return [code.call(eager.replayed, reads[0], self.p, seed, code.row)]
+        return [code.call(eager.seeded_dropout, reads[0], self.p, seed, code.first_row)]
 
     def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
         """Write the gradient of x, added to one that exists."""
@@ -266,7 +274,7 @@ class Dropout(Op):
         if grad.total is None:
             return {"r0": dx}
         of_sum = None if None in (total, known) else torch.promote_types(total, known)
-        return {"r0": code.call(passes.summed, grad.total, dx, dtype=of_sum)}
+        return {"r0": _summed(code, grad.total, dx, of_sum)}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
         """Return dropout(x) in torch's ops."""

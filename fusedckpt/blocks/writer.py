@@ -6,13 +6,14 @@ The function frees each tensor after its last reader; printed, a schedule is the
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from fusedckpt.blocks import printed
 from fusedckpt.blocks.program import Program, ProgramStep
 
 Flags = tuple[bool, ...]
@@ -40,7 +41,7 @@ class Schedule(NamedTuple):
         return tuple([name for key, name in self.given if key == kind])
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self.graph))
+        return "\n".join(printed.lines(self.graph))
 
 
 class Writer:
@@ -54,7 +55,7 @@ class Writer:
         self.program = program
         self.chunked = chunked
         self.graph = Graph()
-        self.row = self._last = self.graph.placeholder("row")
+        self.first_row = self._last = self.graph.placeholder("first_row")
         # nodes of given tensors, by kind and name, and of values
         self.inputs: dict[tuple[str, Any], Node] = {}
         self.nodes: dict[str, Node] = {}
@@ -67,6 +68,8 @@ class Writer:
             label = self.program.params[key] if kind in ("param", "sum") else key
             with self.graph.inserting_after(self._last):
                 self._last = self.graph.placeholder(label_of(kind, label))
+                # fx writes placeholders in lower case
+                self._last._rename(label_of(kind, label))
             self._last.meta["dtype"] = self.dtypes.get(key)
             self.inputs[kind, key] = self._last
         return self.inputs[kind, key]
@@ -83,7 +86,7 @@ class Writer:
         over: Mapping[str, Sequence[Node]] | None = None,
         **kwargs: Any,
     ) -> Node:
-        """Write a call of a function, or of a tensor's method."""
+        """Write a call of a function, or of a tensor's method; dtype, over: see `Writer`."""
         if isinstance(function, str):
             node = self.graph.call_method(function, args, kwargs)
         else:
@@ -191,24 +194,4 @@ def last_reader(node: Node, order: Mapping[Node, int]) -> Node:
 def label_of(kind: str, name: str) -> str:
     """Return the name of a node for a value, a parameter or a gradient."""
     prefix = {"dy": "d_", "home": "all_", "sum": "sum_d_"}.get(kind, "")
-    return prefix + "".join([c if c.isalnum() else "_" for c in name])
-
-
-def _lines(graph: Graph) -> Iterator[str]:
-    """Write a graph as one line a call, with the tensors freed after it."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
-        if node.op == "placeholder" or node.target is operator.getitem:
-            continue
-        if node.op == "output":
-            yield f"return {', '.join(map(str, node.args[0]))}"
-            continue
-        items = [user for user in node.users if user.target is operator.getitem]
-        made = ", ".join(map(str, items)) or str(node)
-        name = node.target if isinstance(node.target, str) else node.target.__name__
-        args = ", ".join([str(arg) for arg in node.args if isinstance(arg, Node)])
-        over = [f"{key}={arg}" for key, arg in node.kwargs.items() if isinstance(arg, Node)]
-        reads = [read for read in node.all_input_nodes if read.op != "placeholder"]
-        frees = [str(read) for read in reads if last_reader(read, order) is node]
-        text = f"{made} = {name}({', '.join([args, *over])})"
-        yield f"{text:70} {'frees ' + ', '.join(frees) if frees else ''}".rstrip()
+    return prefix + "".join([c if c.isalnum() else "_" for c in name]).strip("_")

@@ -47,6 +47,60 @@ def test_bytes_are_those_that_are_saved(save, chunks):
     )
 
 
+@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.5, 0.25)])
+def test_seeds_of_dropouts_are_saved(rates):
+    module, x = block(dropout=rates[0], output_dropout=rates[1]), randn(ROWS, D)
+    (layer,) = fusedckpt.schedule(module, x).layers
+    assert layer.saves["seeds"] == 8 * sum(rate > 0 for rate in rates)
+    assert sum(layer.saves.values()) == saved_bytes(module, [x])
+
+
+def test_a_recipe_has_no_bytes():
+    """An MLP that reads a norm's result saves no tensor of its own."""
+    model, x = nn.Sequential(fusedckpt.RMSNorm(D), fusedckpt.MLP(D, F)), randn(ROWS, D)
+    norm, mlp = fusedckpt.schedule(model, x).layers
+    assert (norm.recipes, mlp.recipes, mlp.saves) == ((), ("x",), {"x": 0})
+    assert sum(norm.saves.values()) == saved_bytes(model, [x])
+    assert "mlp saves a recipe of x\n" in str(mlp)
+
+
+LORA = fusedckpt.LoRA(randn(F, D).detach(), randn(2, D), randn(F, 2), 2.0, 0.5)
+CALLS = {
+    "gated": block(),
+    "dropouts": block(dropout=0.5, output_dropout=0.5),
+    "chunks": block(save="preact", chunks=2),
+    "gate": fusedckpt.GatedMLP(D, F, save="gate"),
+    "mlp": fusedckpt.MLP(D, F),
+    "linear": fusedckpt.Linear(D, F),
+    "projections": fusedckpt.NormLinear(fusedckpt.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, F)),
+    "lora": lambda x: fusedckpt.functional.linear_act(x, LORA),
+    "experts": lambda x: fusedckpt.Experts(3, D, F)(
+        x, torch.zeros(ROWS, 2, dtype=torch.int64), torch.rand(ROWS, 2, requires_grad=True)
+    ),
+    "head": lambda x: fusedckpt.LinearCrossEntropy(D, F)(x, torch.arange(ROWS)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_lines_name_tensors_that_exist(name):
+    """A freed tensor was made before, is not written over, and is not read later."""
+    with forced_path("aten"):
+        (layer,) = fusedckpt.schedule(CALLS[name], randn(ROWS, D)).layers
+    for text in (layer.forward, layer.backward):
+        assert not re.search(r"getitem|\bt_\d|\bt =|_(?!\w)", text)
+        lines = [line.partition(" frees ") for line in text.splitlines()]
+        made = set[str]()
+        for place, (call, _, freed) in enumerate(lines):
+            results, is_named, read = call.partition(" = ")
+            later = " ".join(line for line, *_ in lines[place + 1 :])
+            for tensor in filter(None, freed.strip().split(", ")):
+                assert tensor in made
+                assert re.search(rf"\b{tensor}\b", read)
+                assert not re.search(rf"={tensor}\b", read)
+                assert not re.search(rf"\b{tensor}\b(?! =)", later)
+            made |= set(results.strip().split(", ")) if is_named else set()
+
+
 def test_experts_save_what_they_are_given():
     module, index = fusedckpt.Experts(3, D, F), torch.randint(0, 3, (ROWS, 2))
     x, scores = randn(ROWS, D), torch.rand(ROWS, 2, requires_grad=True)
@@ -67,7 +121,7 @@ def test_layers_come_in_the_order_of_their_forwards():
     first, last = fusedckpt.Linear(D, D, activation="gelu"), fusedckpt.RMSNorm(D)
     model = nn.Sequential(nn.Linear(D, D), first, nn.Linear(D, D), block(), last)
     shown = fusedckpt.schedule(model, randn(ROWS, D, requires_grad=False))
-    assert [layer.name for layer in shown.layers] == ["linear_act", "gated_mlp", "norm"]
+    assert [layer.name for layer in shown.layers] == ["linear_act", "gated_mlp", "rms_norm"]
     assert str(shown) == "\n\n".join(map(str, shown.layers))
 
 
