@@ -49,7 +49,8 @@ def measured(
     freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
     costs = _Costs(meter, found, alone, step.device)
     costs.measure(selective)
-    kind = step_kind(step), tuple(unit.name for unit in found), selective
+    levels = tuple(costs.level_names(i) for i in range(len(found)))
+    kind = step_kind(step), tuple(unit.name for unit in found), levels
     plain, times = once(kind, costs.times)
     units = tuple(costs.unit(i, freed[i], times[i]) for i in range(len(found)))
     head = alone.live["backward"] - alone.live["returned"]
@@ -135,6 +136,10 @@ class _Costs:
                         self._readings[i][levels[i]] = reading
                         before = sum(self._cached(k, levels[k]) for k in group if k < i)
                         self._cached_before[i, levels[i]] = before
+
+    def level_names(self, i: int) -> tuple[str, ...]:
+        """Return the levels at which a unit was measured."""
+        return tuple(self._readings[i])
 
     def _levels(self, i: int) -> dict[str, Reading]:
         return {name: x for name, x in self._readings[i].items() if name != INSIDE}

@@ -104,3 +104,15 @@ def test_a_model_without_recipes_offers_no_such_level():
     model, x = Net(), torch.randn(2, C, 6, 6)
     plan = fusedckpt.plan(model, x, policy="none", progress=False, loss=lambda y: y.sum())
     assert NO_RECIPES not in {level.name for unit in plan.chain.units for level in unit.levels}
+
+
+def test_a_model_is_planned_before_and_after_it_saves_recipes():
+    """Both print the same, but only one of them has units without recipes."""
+    model, x = Net(), torch.randn(2, C, 6, 6)
+    names = {"units": ["blocks.0", "blocks.1"], "policy": "none", "progress": False}
+    fusedckpt.plan(model, x, loss=lambda y: y.sum(), **names)
+    before = repr(model)
+    fusedckpt.fuse(model, recipes=True, norm=False, linear=False)
+    assert repr(model) == before
+    plan = fusedckpt.plan(model, x, loss=lambda y: y.sum(), **names)
+    assert [item.level for item in plan.items] == [NO_RECIPES] * 2
