@@ -59,7 +59,10 @@ def poisoned_memory():
     """Fill uninitialised memory with NaN, so that reading what was not written shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.manual_seed(0)
+    # torch.manual_seed formats a traceback for each kind of device that is not there
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     yield
     torch.use_deterministic_algorithms(False)
 

@@ -1,9 +1,9 @@
 """The tile tables and the choice of variant, as the pure functions they are."""
 
-import logging
 import os
 import subprocess
 import sys
+from unittest import TestCase
 
 import pytest
 import torch
@@ -81,12 +81,12 @@ def test_split_is_shipped_for_gpus_and_may_be_overridden(monkeypatch):
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
-def test_the_choice_is_reported_on_request(caplog):
+def test_the_choice_is_reported_on_request():
     x, w, down = randn(3, 16), randn(24, 16), randn(16, 24)
-    with caplog.at_level(logging.DEBUG, "fusedckpt"), torch.no_grad():
+    with TestCase().assertLogs("fusedckpt", "DEBUG") as logs, torch.no_grad():
         linear_act(x, w, kernel="split")
         gated_mlp(x, w, w, down, kernel="hybrid")
-    linear, mlp = (record.getMessage() for record in caplog.records)
+    linear, mlp = (record.getMessage() for record in logs.records)
     assert linear.startswith("linear_act 3x24x16 torch.float32 on ")
     assert linear.endswith(": split")
     assert mlp.startswith("gated_mlp 3x24x16 torch.float32 on ")
