@@ -283,16 +283,20 @@ class Leaves:
             return leaves
         nodes = [] if leaves else [tensor.grad_fn]
         seen = set[Any]()
+        # each thread counts its own nodes, and a GPU's backward has a thread of its own: a node of
+        # the forward's thread may have any number
+        now = private.num_nodes()
         while nodes:
             node: Any = nodes.pop()
-            if node in seen or private.number_of(node) < self._since:
+            if node in seen:
                 continue
             seen.add(node)
-            nodes += [after for after, _ in node.next_functions if after is not None]
-            if not node.next_functions and hasattr(node, "variable"):
+            if hasattr(node, "variable"):
                 leaves.append(node.variable)
+            elif self._since <= private.number_of(node) < now:
+                nodes += [after for after, _ in node.next_functions if after is not None]
         self._is_found = self._is_found or len(leaves) > 0
-        self._since = private.num_nodes()
+        self._since = now
         return leaves
 
 

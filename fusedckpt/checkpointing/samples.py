@@ -149,8 +149,10 @@ class _Pairs(list[Pair]):
     """Those of one backward, which alone holds them: they go with one that fails."""
 
     def read(self) -> None:
-        """Raise where they differ."""
-        compare(self)
+        """Raise where they differ; a GPU's thread may hold a backward beyond its end."""
+        pairs = [*self]
+        self.clear()
+        compare(pairs)
 
 
 # by the number of their backward

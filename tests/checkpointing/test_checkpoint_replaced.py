@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -95,6 +96,15 @@ def test_a_leaf_that_is_computed_now():
     weights[0] = weights[0] * 2
     with pytest.raises(CheckpointError, match=REPLACED):
         y.sum().backward()
+
+
+def test_a_leaf_that_is_computed_now_in_a_backward_of_another_thread():
+    """Each thread counts its own nodes; on a GPU each backward has another thread."""
+    weights = [randn(6, 6), randn(6, 6)]
+    y = checkpoint(lambda x: (x @ weights[0]).sin() @ weights[1], randn(4, 6)).sum()
+    weights[0] = weights[0] * 2
+    with ThreadPoolExecutor(1) as pool, pytest.raises(CheckpointError, match=REPLACED):
+        pool.submit(y.backward).result()
 
 
 def test_a_parameter_behind_all_that_is_recomputed():
