@@ -1,11 +1,12 @@
 """The printed schedules of a call: its lines, its bytes beside those that are measured, errors."""
 
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support import randn, saved_bytes
+from support import DEVICE, randn, saved_bytes
 from torch import nn
 
 import fusedckpt
@@ -16,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def block(**options):
-    return fusedckpt.GatedMLP(D, F, norm=fusedckpt.RMSNorm(D), residual=True, **options)
+    return fusedckpt.GatedMLP(D, F, norm=fusedckpt.RMSNorm(D), residual=True, **options).to(DEVICE)
 
 
 @pytest.mark.parametrize("page", ["README.md", "fusedckpt/layers/README.md"])
@@ -57,7 +58,7 @@ def test_seeds_of_dropouts_are_saved(rates):
 
 def test_a_recipe_has_no_bytes():
     """An MLP that reads a norm's result saves no tensor of its own."""
-    model, x = nn.Sequential(fusedckpt.RMSNorm(D), fusedckpt.MLP(D, F)), randn(ROWS, D)
+    model, x = nn.Sequential(fusedckpt.RMSNorm(D), fusedckpt.MLP(D, F)).to(DEVICE), randn(ROWS, D)
     norm, mlp = fusedckpt.schedule(model, x).layers
     assert (norm.recipes, mlp.recipes, mlp.saves) == ((), ("x",), {"x": 0})
     assert sum(norm.saves.values()) == saved_bytes(model, [x])
@@ -65,7 +66,7 @@ def test_a_recipe_has_no_bytes():
 
 
 LORA = fusedckpt.LoRA(randn(F, D).detach(), randn(2, D), randn(F, 2), 2.0, 0.5)
-CALLS = {
+LAYERS = {
     "gated": block(),
     "dropouts": block(dropout=0.5, output_dropout=0.5),
     "chunks": block(save="preact", chunks=2),
@@ -73,19 +74,25 @@ CALLS = {
     "mlp": fusedckpt.MLP(D, F),
     "linear": fusedckpt.Linear(D, F),
     "projections": fusedckpt.NormLinear(fusedckpt.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, F)),
-    "lora": lambda x: fusedckpt.functional.linear_act(x, LORA),
-    "experts": lambda x: fusedckpt.Experts(3, D, F)(
-        x, torch.zeros(ROWS, 2, dtype=torch.int64), torch.rand(ROWS, 2, requires_grad=True)
-    ),
-    "head": lambda x: fusedckpt.LinearCrossEntropy(D, F)(x, torch.arange(ROWS)),
+    "experts": fusedckpt.Experts(3, D, F),
+    "head": fusedckpt.LinearCrossEntropy(D, F),
+}
+PLACES = torch.zeros(ROWS, 2, dtype=torch.int64, device=DEVICE)
+ARGUMENTS = {
+    "experts": (PLACES, torch.rand(ROWS, 2, device=DEVICE, requires_grad=True)),
+    "head": (torch.arange(ROWS, device=DEVICE),),
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [*LAYERS, "lora"])
 def test_lines_name_tensors_that_exist(name):
     """A freed tensor was made before, is not written over, and is not read later."""
+    if name == "lora":
+        fn = partial(fusedckpt.functional.linear_act, weight=LORA)
+    else:
+        fn = LAYERS[name].to(DEVICE)
     with forced_path("aten"):
-        (layer,) = fusedckpt.schedule(CALLS[name], randn(ROWS, D)).layers
+        (layer,) = fusedckpt.schedule(fn, randn(ROWS, D), *ARGUMENTS.get(name, ())).layers
     for text in (layer.forward, layer.backward):
         assert not re.search(r"getitem|\bt_\d|\bt =|_(?!\w)", text)
         lines = [line.partition(" frees ") for line in text.splitlines()]
@@ -102,8 +109,9 @@ def test_lines_name_tensors_that_exist(name):
 
 
 def test_experts_save_what_they_are_given():
-    module, index = fusedckpt.Experts(3, D, F), torch.randint(0, 3, (ROWS, 2))
-    x, scores = randn(ROWS, D), torch.rand(ROWS, 2, requires_grad=True)
+    module = fusedckpt.Experts(3, D, F).to(DEVICE)
+    index = torch.randint(0, 3, (ROWS, 2), device=DEVICE)
+    x, scores = randn(ROWS, D), torch.rand(ROWS, 2, device=DEVICE, requires_grad=True)
     (layer,) = fusedckpt.schedule(module, x, index=index, scores=scores).layers
     assert sum(layer.saves.values()) == saved_bytes(module, [x, index, scores])
 
@@ -119,7 +127,7 @@ def test_only_wanted_gradients():
 
 def test_layers_come_in_the_order_of_their_forwards():
     first, last = fusedckpt.Linear(D, D, activation="gelu"), fusedckpt.RMSNorm(D)
-    model = nn.Sequential(nn.Linear(D, D), first, nn.Linear(D, D), block(), last)
+    model = nn.Sequential(nn.Linear(D, D), first, nn.Linear(D, D), block(), last).to(DEVICE)
     shown = fusedckpt.schedule(model, randn(ROWS, D, requires_grad=False))
     assert [layer.name for layer in shown.layers] == ["linear_act", "gated_mlp", "rms_norm"]
     assert str(shown) == "\n\n".join(map(str, shown.layers))
@@ -129,7 +137,7 @@ def test_refusals():
     x = randn(ROWS, D)
     with pytest.raises(TypeError, match="schedule: fn must be a function or a module, got Tensor"):
         fusedckpt.schedule(x)
-    for fn in (nn.Linear(D, D), block().requires_grad_(False), lambda x: None):
+    for fn in (nn.Linear(D, D).to(DEVICE), block().requires_grad_(False), lambda x: None):
         with pytest.raises(
             ValueError, match="schedule: fn must return the result of a fused layer"
         ):
