@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.memory import nbytes_of, peak_bytes
-from fusedckpt.planning.solver import by_rule
+from fusedckpt.planning.rules import by_rule
 from fusedckpt.reporting.trial import tensors_of
 
 Made = tuple[nn.Module, dict[str, Any]]

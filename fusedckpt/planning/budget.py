@@ -32,8 +32,8 @@ def bytes_of(name: str, budget: Any, device: torch.device) -> int:
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", budget, re.IGNORECASE)
         step = 1024 if match and match[3] else 1000
-        if match and (found := int(float(match[1]) * step ** _UNITS[match[2].upper()])):
-            return found
+        if match and (nbytes := int(float(match[1]) * step ** _UNITS[match[2].upper()])):
+            return nbytes
     raise ValueError(
         f"{name}: a budget is bytes, at least 1, a size such as '20GiB', or a share of the "
         f"device's memory above 0.0, up to 1.0, got {budget!r} of type {type(budget).__name__}"
@@ -63,12 +63,12 @@ def limit_of(budget: Any, activation_budget: Any, policy: Any, device: torch.dev
             "plan: policy must be budget, none, all, sqrt, uniform:k, memory, speed or a "
             f"list of modules, got {policy!r}"
         )
-    given = {"budget": budget, "activation_budget": activation_budget}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) != (is_name and policy == "budget"):
-        came = " and ".join(f"{name}={value!r}" for name, value in given.items()) or "no budget"
+    budgets = {"budget": budget, "activation_budget": activation_budget}
+    budgets = {name: value for name, value in budgets.items() if value is not None}
+    if len(budgets) != (is_name and policy == "budget"):
+        came = " and ".join(f"{name}={value!r}" for name, value in budgets.items()) or "no budget"
         raise ValueError(
             "plan: pass budget=, such as '20GiB', or activation_budget=, by name, or neither and "
             f"another policy=, such as 'memory'; got {came} and policy {policy!r}"
         )
-    return bytes_of("plan", next(iter(given.values())), device) if given else None
+    return bytes_of("plan", next(iter(budgets.values())), device) if budgets else None

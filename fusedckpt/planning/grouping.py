@@ -14,9 +14,11 @@ MOST_UNITS = 512
 class SurveyedUnit(NamedTuple):
     """A unit: a module, and modules beside it that save nothing, such as nn.Flatten."""
 
+    # of the module
     name: str
+    # the one that saves tensors for backward
     module: nn.Module
-    # why no segment may hold it, or ""
+    # why no segment may contain it, or ""
     fixed: str
     # whether it gets the output of the unit before
     joined: bool
@@ -25,27 +27,28 @@ class SurveyedUnit(NamedTuple):
     # whether it runs a kernel of attention
     attends: bool
     # bytes of its arguments that require grad
-    input: int
+    input_bytes: int
     # bytes of its outputs that require grad
-    output: int
+    output_bytes: int
     # whether its forward saves nothing for backward
     is_empty: bool
     # bytes of the weights that autocast casts, and that the forward saves
-    casts: int
+    cast_bytes: int
     # its modules by name, in the order in which they run
     members: tuple[tuple[str, nn.Module], ...]
     # bytes of its arguments that a segment which starts here can offload
-    movable: int
+    movable_bytes: int
 
 
 def grouped(units: Sequence[SurveyedUnit], left_out: dict[str, str]) -> list[SurveyedUnit]:
     """Join units that save nothing to those before them, or behind them.
 
-    In a segment of its own such a unit keeps no input, which the measured step would lack. An
+    In a segment of its own such a unit saves no input, which the measured step would lack. An
     identity or a view shares memory with the unit before; nn.Upsample runs with the unit behind,
-    whose segment then keeps the smaller input. Units without either are code between others.
+    whose segment then saves the smaller input. Units without either are code between others.
     """
-    groups, waiting = list[SurveyedUnit](), list[SurveyedUnit]()
+    groups = list[SurveyedUnit]()
+    waiting = list[SurveyedUnit]()
 
     def place_waiting() -> None:
         """Join the units that wait to the unit before them, or leave them out."""
@@ -61,7 +64,7 @@ def grouped(units: Sequence[SurveyedUnit], left_out: dict[str, str]) -> list[Sur
         if not unit.is_empty:
             groups.append(_group([*waiting, unit], unit))
             waiting.clear()
-        elif unit.joined and groups and not waiting and unit.output <= unit.input:
+        elif unit.joined and groups and not waiting and unit.output_bytes <= unit.input_bytes:
             groups[-1] = _group([groups[-1], unit], groups[-1])
         else:
             waiting.append(unit)
@@ -71,43 +74,46 @@ def grouped(units: Sequence[SurveyedUnit], left_out: dict[str, str]) -> list[Sur
 
 def _group(units: Sequence[SurveyedUnit], main: SurveyedUnit) -> SurveyedUnit:
     """Return a unit of the modules of several; main: one that saves something."""
-    first, last = units[0], units[-1]
-    members = tuple(member for unit in units for member in unit.members)
     return main._replace(
-        joined=first.joined,
+        joined=units[0].joined,
         attends=any(unit.attends for unit in units),
-        input=first.input,
-        output=last.output,
-        casts=sum(unit.casts for unit in units),
-        members=members,
-        movable=first.movable,
+        input_bytes=units[0].input_bytes,
+        output_bytes=units[-1].output_bytes,
+        cast_bytes=sum(unit.cast_bytes for unit in units),
+        members=tuple(member for unit in units for member in unit.members),
+        movable_bytes=units[0].movable_bytes,
     )
 
 
 def fewer(units: list[SurveyedUnit], most: int) -> list[SurveyedUnit]:
-    """Join neighbours so that at most that many units are left, if segments may hold them.
+    """Join neighbours so that at most `most` units are left, if segments may contain them.
 
-    The bytes that units return are balanced between them.
+    The bytes that units return are balanced between the groups.
     """
     if len(units) <= most:
         return units
-    low, high = 0, sum(unit.output for unit in units)
+    low = 0
+    high = sum(unit.output_bytes for unit in units)
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if len(_packed(units, middle)) <= most else (middle + 1, high)
+        if len(_packed(units, middle)) <= most:
+            high = middle
+        else:
+            low = middle + 1
     return [_group(group, group[0]) for group in _packed(units, high)]
 
 
 def _packed(units: Sequence[SurveyedUnit], capacity: int) -> list[list[SurveyedUnit]]:
     """Return units with their neighbours, as long as these return no more than `capacity` bytes."""
-    groups, nbytes = list[list[SurveyedUnit]](), 0
+    groups = list[list[SurveyedUnit]]()
+    nbytes = 0
     for unit in units:
-        nbytes += unit.output
+        nbytes += unit.output_bytes
         before = groups[-1][-1] if groups else None
         is_like = before is not None and (before.levels, before.fixed) == (unit.levels, "")
         if is_like and unit.joined and not unit.fixed and nbytes <= capacity:
             groups[-1].append(unit)
         else:
             groups.append([unit])
-            nbytes = unit.output
+            nbytes = unit.output_bytes
     return groups

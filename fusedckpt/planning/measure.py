@@ -1,11 +1,10 @@
 """The bytes and ms of units, measured where they run, in a few steps of the user's own model.
 
-Markers where a unit's forward begins and ends, and where its gradient arrives, cut a step into
-phases. In one step every unit is in a checkpoint of its own, which is about the least memory that
-there is; in one step for each save level none is. The differences are the bytes that a unit saves.
-A forward with units joined into segments as long as can be shows the bytes that these do not keep.
-No unit is called alone, no argument is copied, and phases between the markers of two units
-show the code between these.
+The baseline is a step with every unit in a checkpoint of its own, which is about the least memory
+that there is. In one more step for each save level no unit is in a checkpoint. The differences to
+the baseline are the bytes that a unit saves. A forward with units joined into segments as long as
+can be shows the bytes that these free. No unit is called alone, no argument is copied, and phases
+between the markers of two units show the code between these.
 """
 
 from __future__ import annotations
@@ -21,87 +20,102 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
 from fusedckpt.planning.chain import Chain, Level, Unit
 from fusedckpt.planning.grouping import SurveyedUnit
-from fusedckpt.planning.meter import Meter, Reading, Times, once, roles_at, step_kind
+from fusedckpt.planning.meter import Meter, Reading, roles_at
 from fusedckpt.planning.offloading import CopyRates
 from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODUCTS
 from fusedckpt.planning.survey import WRITES
+from fusedckpt.planning.whole_steps import Times, once, step_kind
 from fusedckpt.reporting.step import Step
 
-# a unit that saves less takes more than that by so much of its forward at least: less is noise
+# a unit that saves less takes more than that by this share of its forward at least: less is noise
 _NOT_FREE = 0.01
-# a recompute takes so much of a forward at least and, beside some ms, at most: the rest is noise
-_RERUN, _OVERHEAD = (0.05, 1.5), 1.0
+# a recompute takes this share of a forward at least: less is noise
+_FASTEST_RECOMPUTE = 0.05
+# and this share, and some ms beside it, at most: more is noise
+_SLOWEST_RECOMPUTE = 1.5
+_OVERHEAD_MS = 1.0
 
 
-class Measured(NamedTuple):
-    """The chain; the times of a step that saves everything."""
+class MeasuredChain(NamedTuple):
+    """The chain; the times of a step that saves everything, None where that may not fit."""
 
     chain: Chain
     plain: Times | None
 
 
-def measured(
-    step: Step, found: Sequence[SurveyedUnit], selective: bool, rates: CopyRates
-) -> Measured:
-    """Measure units; selective: at PRODUCTS, too; rates: of copies that offload inputs."""
-    meter = Meter(step, found)
-    alone = meter.alone()
-    freed = meter.freed(alone) if any(unit.joined for unit in found) else [0] * len(found)
-    costs = _Costs(meter, found, alone, step.device)
-    costs.measure(selective)
-    levels = tuple(costs.level_names(i) for i in range(len(found)))
-    kind = step_kind(step), tuple(unit.name for unit in found), levels
-    plain, times = once(kind, costs.times)
-    units = tuple(costs.unit(i, freed[i], times[i]) for i in range(len(found)))
-    head = alone.live["backward"] - alone.live["returned"]
-    peaks = alone.peaks
-    before = max(peaks["begin"], peaks["forward"])
-    after = max(peaks["optimizer"], peaks["end"])
-    # of random numbers, which only a CPU has in its own memory
-    states = torch.get_rng_state().nbytes if costs.device.type == "cpu" else 0
+def measure_chain(
+    step: Step, units: Sequence[SurveyedUnit], with_products: bool, rates: CopyRates
+) -> MeasuredChain:
+    """Measure units where they run.
+
+    with_products: whether at the level PRODUCTS, too. rates: of copies that offload inputs.
+    """
+    meter = Meter(step, units)
+    baseline = meter.baseline()
+    freed = [0] * len(units)
+    if any(unit.joined for unit in units):
+        freed = meter.freed_by_segments(baseline)
+    costs = _Costs(meter, units, baseline, step.device)
+    costs.measure(with_products)
+    levels = tuple(costs.level_names(i) for i in range(len(units)))
+    key = step_kind(step), tuple(unit.name for unit in units), levels
+    plain, times = once(key, costs.times)
+    peaks = baseline.peaks
     chain = Chain(
-        units,
-        base=alone.live["begin"],
-        before=before,
-        after=after,
-        states=states,
-        head=max(0, head),
-        outlives=costs.outlives,
+        tuple(costs.unit(i, freed[i], times[i]) for i in range(len(units))),
+        resident_bytes=baseline.live["begin"],
+        peak_before=max(peaks["begin"], peaks["forward"]),
+        peak_after=max(peaks["optimizer"], peaks["end"]),
+        # only a CPU's random states are in its own memory
+        random_state_bytes=torch.get_rng_state().nbytes if step.device.type == "cpu" else 0,
+        saved_behind=max(0, baseline.live["backward"] - baseline.live["returned"]),
+        casts_outlive_model=costs.casts_outlive_model,
         to_host=rates.to_host,
         to_device=rates.to_device,
     )
-    return Measured(chain, plain)
+    return MeasuredChain(chain, plain)
 
 
-class _Ms(NamedTuple):
-    """The ms that a unit takes: its forward, more at each level, a recompute, and its backward."""
+class _UnitTimes(NamedTuple):
+    """The ms that a unit takes."""
 
+    # of its forward at its fastest level
     forward: float
+    # by level, more than at the fastest one
     extra: dict[str, float]
-    recomputed: float
+    # of its recompute in a checkpoint of its own
+    recompute: float
+    # of its backward
     backward: float
 
 
 class _Costs:
-    """Readings of units at levels, beside the one in which every unit is checkpointed."""
+    """Readings of units at levels, beside the baseline."""
 
     def __init__(
-        self, meter: Meter, found: Sequence[SurveyedUnit], alone: Reading, device: torch.device
+        self, meter: Meter, units: Sequence[SurveyedUnit], baseline: Reading, device: torch.device
     ):
-        self._meter, self._units, self._alone, self.device = meter, found, alone, device
+        self._meter = meter
+        self._units = units
+        self._baseline = baseline
+        self._device = device
         # by unit and level, the fastest first
-        self._readings: list[dict[str, Reading]] = [{} for _ in found]
-        # by unit and level, the casts of weights that units before it save in that reading
+        self._readings: list[dict[str, Reading]] = [{} for _ in units]
+        # by unit and level, the bytes of casts of weights that units before it save in that reading
         self._cached_before: dict[tuple[int, str], int] = {}
-        self.outlives = torch.is_autocast_enabled(device.type)
-        self._groups = [*self._fitting()]
+        self.casts_outlive_model = torch.is_autocast_enabled(device.type)
+        self._groups = [*self._fitting_groups()]
 
-    def _fitting(self) -> Iterator[list[int]]:
-        """Yield groups of units that can be measured at once."""
-        alone, numbers = self._alone, range(len(self._units))
-        # a recompute and its backward take no less than is saved
-        sizes = [max(0, alone.peak("back", i) - alone.live.get(f"back {i}", 0)) for i in numbers]
-        spare = spare_bytes(self.device) - (max(alone.peaks.values()) - alone.live["begin"])
+    def _fitting_groups(self) -> Iterator[list[int]]:
+        """Yield groups of units that can save everything in one step."""
+        baseline = self._baseline
+        numbers = range(len(self._units))
+        # a recompute and its backward take no less than a unit saves
+        sizes = [
+            max(0, baseline.peak("back", i) - baseline.live.get(f"back {i}", 0)) for i in numbers
+        ]
+        taken = max(baseline.peaks.values()) - baseline.live["begin"]
+        spare = spare_bytes(self._device) - taken
         group = list[int]()
         for i in numbers:
             if group and sum(sizes[k] for k in (*group, i)) > spare:
@@ -110,111 +124,137 @@ class _Costs:
             group.append(i)
         yield group
 
-    def measure(self, selective: bool) -> None:
+    def measure(self, with_products: bool) -> None:
         """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE."""
-        offered = [unit.levels for unit in self._units]
-        known = [NO_RECIPES, *reversed(LEVELS)]
-        names = [x for x in known if any(x in levels for levels in offered)]
-        has_fused = bool({*names} - {NO_RECIPES})
-        if not names or NO_RECIPES in names:
-            names.append(PLAIN)
-        rounds = [[x if x in levels else levels[0] for levels in offered] for x in names]
-        extra = [PRODUCTS if selective else ATTENTION if u.attends else "" for u in self._units]
-        if any(extra):
-            # a unit after which one writes its input is left, too
-            writes = [unit.fixed == WRITES for unit in (*self._units[1:], self._units[0])]
-            rows = zip(self._units, writes, extra, rounds[0], strict=True)
-            rounds.append([x if u.fixed or after else own or x for u, after, own, x in rows])
-        if any(unit.joined for unit in self._units) and has_fused:
-            pairs = zip(rounds[0], offered, strict=True)
-            rounds.append([x if PLAIN in levels else INSIDE for x, levels in pairs])
-        for levels in rounds:
+        for levels in self._rounds(with_products):
             for group in self._groups:
-                reading = self._meter.saving(levels, group)
+                reading = self._meter.at_levels(levels, group)
                 for i in group:
                     if levels[i] not in self._readings[i]:
                         self._readings[i][levels[i]] = reading
-                        before = sum(self._cached(k, levels[k]) for k in group if k < i)
+                        before = sum(self._cached_bytes(k, levels[k]) for k in group if k < i)
                         self._cached_before[i, levels[i]] = before
 
     def level_names(self, i: int) -> tuple[str, ...]:
         """Return the levels at which a unit was measured."""
         return tuple(self._readings[i])
 
+    def _rounds(self, with_products: bool) -> list[list[str]]:
+        """Return the steps to measure: in each, a level for every unit."""
+        offered = [unit.levels for unit in self._units]
+        known = [NO_RECIPES, *reversed(LEVELS)]
+        names = [name for name in known if any(name in levels for levels in offered)]
+        has_fused = bool({*names} - {NO_RECIPES})
+        if not names or NO_RECIPES in names:
+            names.append(PLAIN)
+        rounds = [[name if name in levels else levels[0] for levels in offered] for name in names]
+        extra = [self._checkpointed_level(unit, with_products) for unit in self._units]
+        if any(extra):
+            # a unit after which another one writes its input is left, too
+            is_written = [unit.fixed == WRITES for unit in (*self._units[1:], self._units[0])]
+            rows = zip(self._units, is_written, extra, rounds[0], strict=True)
+            rounds.append(
+                [
+                    plain if unit.fixed or is_followed else level or plain
+                    for unit, is_followed, level, plain in rows
+                ]
+            )
+        if any(unit.joined for unit in self._units) and has_fused:
+            pairs = zip(rounds[0], offered, strict=True)
+            rounds.append([name if PLAIN in levels else INSIDE for name, levels in pairs])
+        return rounds
+
+    def _checkpointed_level(self, unit: SurveyedUnit, with_products: bool) -> str:
+        if with_products:
+            return PRODUCTS
+        return ATTENTION if unit.attends else ""
+
     def _levels(self, i: int) -> dict[str, Reading]:
         return {name: x for name, x in self._readings[i].items() if name != INSIDE}
 
-    def times(self) -> tuple[Times | None, list[_Ms]]:
+    def times(self) -> tuple[Times | None, list[_UnitTimes]]:
         """Return the times of a step that saves everything, and of units, alike ones averaged."""
         fastest = [next(iter(readings)) for readings in self._readings]
         forward = [self._readings[i][name].ms("enter", i) for i, name in enumerate(fastest)]
-        plain, profiled = None, sum(forward)
+        profiled = sum(forward)
+        plain = None
         if len(self._groups) == 1:
             pairs = zip(fastest, self._units, strict=True)
             plain, forward = self._meter.times([roles_at(name, unit) for name, unit in pairs])
+        # the profiler slows readings down
         scale = sum(forward) / profiled if profiled else 1.0
         kinds = [self._kind(i) for i in range(len(self._units))]
         alike: dict[Any, list[int]] = {}
         for i, kind in enumerate(kinds):
             alike.setdefault(kind, []).append(i)
-        found = {kind: self._ms(units, scale, forward) for kind, units in alike.items()}
-        return plain, [found[kind] for kind in kinds]
+        means = {kind: self._mean_times(units, scale, forward) for kind, units in alike.items()}
+        return plain, [means[kind] for kind in kinds]
 
     def _kind(self, i: int) -> Any:
         """Return a key that units which cost the same share."""
         modules = [module for _, module in self._units[i].members]
         shapes = tuple((p.shape, p.requires_grad) for m in modules for p in m.parameters())
-        kept = tuple((name, self._kept(i, name)) for name in self._readings[i])
-        return tuple(map(type, modules)), shapes, self._units[i].input, kept
+        added = tuple((name, self._added_bytes(i, name)) for name in self._readings[i])
+        return tuple(map(type, modules)), shapes, self._units[i].input_bytes, added
 
-    def _ms(self, alike: Sequence[int], scale: float, forward: Sequence[float]) -> _Ms:
-        """Return the average of units that are alike."""
+    def _mean_times(
+        self, alike: Sequence[int], scale: float, forward: Sequence[float]
+    ) -> _UnitTimes:
+        """Return the average of units that are alike.
+
+        scale: of the ms of readings. forward: by unit, the ms of its forward.
+        """
         readings = self._levels(alike[0])
         first, *names = readings
 
         def mean(kind: str, name: str) -> float:
             return fmean(self._readings[i][name].ms(kind, i) for i in alike)
 
-        both = {name: mean("enter", name) + mean("back", name) for name in readings}
-        ms = fmean(forward[i] for i in alike)
-        recomputed = fmean(self._alone.ms("back", i) for i in alike) - mean("back", first)
-        low, high = (share * ms for share in _RERUN)
-        recomputed = min(max(scale * recomputed, low), high + _OVERHEAD)
-        extra, least = {first: 0.0}, 0.0
-        for name in sorted(names, key=lambda name: -self._kept(alike[0], name)):
-            least = max(scale * (both[name] - both[first]), least + _NOT_FREE * ms)
+        totals = {name: mean("enter", name) + mean("back", name) for name in readings}
+        forward_ms = fmean(forward[i] for i in alike)
+        recompute = fmean(self._baseline.ms("back", i) for i in alike) - mean("back", first)
+        least_recompute = _FASTEST_RECOMPUTE * forward_ms
+        most_recompute = _SLOWEST_RECOMPUTE * forward_ms + _OVERHEAD_MS
+        recompute = min(max(scale * recompute, least_recompute), most_recompute)
+        extra = {first: 0.0}
+        least = 0.0
+        for name in sorted(names, key=lambda name: -self._added_bytes(alike[0], name)):
+            least = max(scale * (totals[name] - totals[first]), least + _NOT_FREE * forward_ms)
             # a recompute without attention takes no longer than one with it
-            extra[name] = min(least, recomputed) if name == ATTENTION else least
-        return _Ms(ms, extra, recomputed, scale * mean("back", first))
+            extra[name] = min(least, recompute) if name == ATTENTION else least
+        return _UnitTimes(forward_ms, extra, recompute, scale * mean("back", first))
 
-    def _kept(self, i: int, name: str) -> int:
+    def _added_bytes(self, i: int, name: str) -> int:
         """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
-        reading, cached = self._readings[i][name], self._cached(i, name)
-        before, after = (reading.kept(k) - self._alone.kept(k) for k in (i, i + 1))
-        if i == len(self._units) - 1 and not self.outlives:
+        reading = self._readings[i][name]
+        before, after = (
+            reading.saved_before(k) - self._baseline.saved_before(k) for k in (i, i + 1)
+        )
+        if i == len(self._units) - 1 and not self.casts_outlive_model:
             # the model has returned, and the cache of an autocast in its forward is empty
             return after - before - self._cached_before[i, name]
-        return after - before + cached
+        return after - before + self._cached_bytes(i, name)
 
-    def _released(self, i: int, name: str) -> int:
-        """Return the bytes of its input that a checkpoint keeps, and the unit itself does not."""
-        sizes, alone = self._alone.inputs[i], self._alone.kept_inputs[i]
-        kept = self._readings[i][name].kept_inputs[i]
-        rows = zip(sizes, alone, kept, strict=False)
-        return sum(nbytes for nbytes, was_kept, is_kept in rows if was_kept and not is_kept)
+    def _unsaved_input(self, i: int, name: str) -> int:
+        """Return the bytes of its input that a checkpoint saves, and the unit itself does not."""
+        baseline = self._baseline
+        is_saved = self._readings[i][name].saved_inputs[i]
+        rows = zip(baseline.inputs[i], baseline.saved_inputs[i], is_saved, strict=False)
+        return sum(nbytes for nbytes, in_baseline, here in rows if in_baseline and not here)
 
-    def _constants(self, i: int, name: str) -> int:
-        """Return the bytes of its constants that a checkpoint keeps, and the unit itself does not.
+    def _unsaved_constants(self, i: int, name: str) -> int:
+        """Return the bytes of its constants that a checkpoint saves, and the unit itself does not.
 
         The difference of the bytes that it saves in both has them; so does a segment of several.
         """
-        kept, alone = (x.kept_constants[i] for x in (self._readings[i][name], self._alone))
-        return sum(there for there, here in zip(alone, kept, strict=False) if not here)
+        in_baseline = self._baseline.saved_constants[i]
+        here = self._readings[i][name].saved_constants[i]
+        return sum(nbytes for nbytes, saved in zip(in_baseline, here, strict=False) if not saved)
 
-    def _cached(self, i: int, name: str) -> int:
-        """Return the bytes of casts of weights that a unit saves, and autocast's cache holds."""
+    def _cached_bytes(self, i: int, name: str) -> int:
+        """Return the bytes of casts of weights that a unit saves, and autocast's cache has."""
         is_recomputed = name in (PRODUCTS, ATTENTION)
-        return 0 if is_recomputed or self._units[i].fixed else self._units[i].casts
+        return 0 if is_recomputed or self._units[i].fixed else self._units[i].cast_bytes
 
     def _backward_phase(self, i: int) -> str:
         """Return the kind of the phase that has a unit's backward.
@@ -223,55 +263,66 @@ class _Costs:
         with the loss.
         """
         is_last = i == len(self._units) - 1
-        return "leave" if is_last and f"back {i}" not in self._alone.live else "back"
+        return "leave" if is_last and f"back {i}" not in self._baseline.live else "back"
 
-    def _level(self, i: int, name: str, extra: float = 0.0) -> Level:
-        alone, reading = self._alone, self._readings[i][name]
-        # beyond the bytes that units before this one save
-        forward = reading.peak("enter", i) - (reading.begin(i) - alone.begin(i))
-        before = reading.kept(i) - alone.kept(i) + self._cached_before[i, name]
-        backward = reading.peak(self._backward_phase(i), i) - before
+    def _level(self, i: int, name: str, extra_ms: float = 0.0) -> Level:
+        reading = self._readings[i][name]
+        baseline = self._baseline
+        # bytes that units before this one add to the baseline, live and saved
+        live_before = reading.live_at_begin(i) - baseline.live_at_begin(i)
+        saved_before = reading.saved_before(i) - baseline.saved_before(i)
+        saved_before += self._cached_before[i, name]
         return Level(
             name,
-            self._kept(i, name),
-            extra,
-            forward=max(0, forward),
-            backward=max(0, backward),
-            cached=self._cached(i, name),
+            self._added_bytes(i, name),
+            extra_ms,
+            forward_peak=max(0, reading.peak("enter", i) - live_before),
+            backward_peak=max(0, reading.peak(self._backward_phase(i), i) - saved_before),
+            cached_bytes=self._cached_bytes(i, name),
         )
 
-    def unit(self, i: int, freed: int, ms: _Ms) -> Unit:
-        """Return a unit with its costs."""
-        found, alone, readings = self._units[i], self._alone, self._readings[i]
-        levels = [self._level(i, name, ms.extra[name]) for name in self._levels(i)]
-        useful = list[Level]()
-        for level in sorted(levels, key=lambda level: (level.extra, level.kept)):
-            # one that keeps no less than a faster one is of no use
-            if not useful or level.kept < useful[-1].kept:
-                useful.append(level)
+    def unit(self, i: int, freed: int, times: _UnitTimes) -> Unit:
+        """Return a unit with its costs; freed: bytes of its input that a longer segment frees."""
+        unit = self._units[i]
+        baseline = self._baseline
+        readings = self._readings[i]
         inside = INSIDE if INSIDE in readings else next(iter(readings))
         phase = self._backward_phase(i)
-        peaks = alone.peak("enter", i), alone.peak(phase, i)
-        recomputed = Level("recomputed", 0, ms.recomputed, *peaks)
-        # a phase counts once
-        behind = alone.peak("leave", i) if phase == "back" else alone.begin(i)
-        return Unit(
-            found.name,
-            tuple(useful),
-            recomputed=None if found.fixed else recomputed,
-            in_segment=replace(self._level(i, inside), name=INSIDE),
-            forward_ms=ms.forward,
-            input_bytes=found.input,
-            freed_in_segment=freed if found.joined else 0,
-            unsaved_input=self._released(i, inside),
-            unsaved_constants=self._constants(i, inside),
-            live_at_begin=alone.begin(i),
-            peak_until_next=behind,
-            live_at_gradient=alone.live.get(f"back {i}", alone.begin(i)),
-            # code may hold the input anyway
-            joined=found.joined and 2 * freed > found.input,
-            fixed=found.fixed,
-            members=tuple(name for name, _ in found.members),
-            movable=found.movable,
-            backward_ms=ms.backward,
+        recomputed = Level(
+            "recomputed",
+            added_bytes=0,
+            extra_ms=times.recompute,
+            forward_peak=baseline.peak("enter", i),
+            backward_peak=baseline.peak(phase, i),
         )
+        live_at_begin = baseline.live_at_begin(i)
+        return Unit(
+            unit.name,
+            self._useful_levels(i, times),
+            recomputed=None if unit.fixed else recomputed,
+            in_segment=replace(self._level(i, inside), name=INSIDE),
+            forward_ms=times.forward,
+            input_bytes=unit.input_bytes,
+            freed_in_segment=freed if unit.joined else 0,
+            unsaved_input=self._unsaved_input(i, inside),
+            unsaved_constants=self._unsaved_constants(i, inside),
+            live_at_begin=live_at_begin,
+            # the phase behind the last unit counts once
+            peak_until_next=baseline.peak("leave", i) if phase == "back" else live_at_begin,
+            live_at_gradient=baseline.live.get(f"back {i}", live_at_begin),
+            # code between may have the input anyway
+            joined=unit.joined and 2 * freed > unit.input_bytes,
+            fixed=unit.fixed,
+            members=tuple(name for name, _ in unit.members),
+            movable_bytes=unit.movable_bytes,
+            backward_ms=times.backward,
+        )
+
+    def _useful_levels(self, i: int, times: _UnitTimes) -> tuple[Level, ...]:
+        """Return the levels of a unit but those that save no less than a faster one."""
+        levels = [self._level(i, name, times.extra[name]) for name in self._levels(i)]
+        useful = list[Level]()
+        for level in sorted(levels, key=lambda level: (level.extra_ms, level.added_bytes)):
+            if not useful or level.added_bytes < useful[-1].added_bytes:
+                useful.append(level)
+        return tuple(useful)

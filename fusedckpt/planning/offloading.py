@@ -15,11 +15,14 @@ import torch
 from fusedckpt.checkpointing import offload
 from fusedckpt.checkpointing.offload import KEPT
 from fusedckpt.planning.chain import Chain, Outcome
-from fusedckpt.planning.solver import by_rule, solve
+from fusedckpt.planning.rules import by_rule
+from fusedckpt.planning.solver import solve
 
-# of a copy that is timed, and how often it is repeated
-_BYTES, _TIMES = 64 << 20, 4
-# segments below which nothing that is offloaded would be gone when backward begins
+# bytes of a copy that is timed
+_BYTES = 64 << 20
+# how often that copy is repeated
+_TIMES = 4
+# with fewer segments no offloaded input would be off the device when backward begins
 FEWEST = KEPT + 3
 # a plan with offload is this much faster than one without: its ms are the less certain ones
 _MARGIN = 0.98
@@ -69,19 +72,21 @@ def choose(chain: Chain, limit: float) -> OffloadChoice:
     Raises:
         ValueError: no plan stays within the limit.
     """
-    kept_on_device = without(chain)
-    if by_rule(kept_on_device, "none").peak <= limit:
-        return OffloadChoice(solve(kept_on_device, limit), "the budget fits without it")
+    on_device = without(chain)
+    if by_rule(on_device, "none").peak_bytes <= limit:
+        return OffloadChoice(solve(on_device, limit), "the budget fits without it")
     offloading = solve(chain, limit)
     try:
-        plain = solve(kept_on_device, limit)
+        plain = solve(on_device, limit)
     except ValueError:
         # nothing else fits
         return OffloadChoice(offloading, "")
     count = sum(item.offloads for item in offloading.items)
-    if not count or offloading.extra > _MARGIN * plain.extra:
-        told = f"another plan costs {plain.extra:.2f} ms"
-        return OffloadChoice(plain, f"{told}, with it {offloading.extra:.2f} ms" if count else told)
+    if not count or offloading.extra_ms > _MARGIN * plain.extra_ms:
+        text = f"another plan costs {plain.extra_ms:.2f} ms"
+        if count:
+            text += f", with it {offloading.extra_ms:.2f} ms"
+        return OffloadChoice(plain, text)
     if count < FEWEST:
         return OffloadChoice(
             plain, f"it pays from {FEWEST} segments on, the plan would have {count}"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
-from fusedckpt.planning.solver import by_rule, least_peak, solve
+from fusedckpt.planning.rules import by_rule
+from fusedckpt.planning.solver import least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import enough
 
@@ -38,15 +39,15 @@ def draw_trade(axes: Any, plan: Plan) -> None:
     forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
     axes.step(
-        [point.peak / _MIB for point in points],
-        [100 * point.extra / forward for point in points],
+        [point.peak_bytes / _MIB for point in points],
+        [100 * point.extra_ms / forward for point in points],
         where="post",
         color=BLUE,
         label="best plan for each budget",
     )
     for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
         outcome = by_rule(chain, rule)
-        spot = outcome.peak / _MIB, 100 * outcome.extra / forward
+        spot = outcome.peak_bytes / _MIB, 100 * outcome.extra_ms / forward
         axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
     spot = plan.predicted_bytes / _MIB, 100 * plan.extra_ms / forward
     axes.plot(*spot, "o", color=RED, markersize=10, label=f"this plan ({plan.policy})")
@@ -67,19 +68,19 @@ def _draw_budget(axes: Any, budget: int) -> None:
         axes.axvline(budget / _MIB, color=FAINT, linewidth=1, linestyle=":")
         axes.annotate(" budget", (budget / _MIB, 1), **where)
     else:
-        told = f"budget {enough(budget)} \N{RIGHTWARDS ARROW}"
-        axes.annotate(told, (end, 1), **where, ha="right")
+        label = f"budget {enough(budget)} \N{RIGHTWARDS ARROW}"
+        axes.annotate(label, (end, 1), **where, ha="right")
 
 
 def draw_step(axes: Any, plan: Plan) -> None:
-    """Draw live bytes through a step as predicted, under this plan and where everything is kept."""
+    """Draw live bytes through a step as predicted, under this plan and where all is saved."""
     ways = {
         "save everything": (by_rule(plan.chain, "none").items, GREY),
         f"this plan ({plan.policy})": (plan.items, RED),
     }
     for label, (items, colour) in ways.items():
         live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
-        peak = enough(simulate(plan.chain, items).peak)
+        peak = enough(simulate(plan.chain, items).peak_bytes)
         axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
     # a forward has two moments for each unit, and one before them
     axes.axvline(2 * len(plan.chain.units) + 1.5, color=FAINT, linewidth=1, linestyle=":")
@@ -96,10 +97,11 @@ def draw_step(axes: Any, plan: Plan) -> None:
 def _frontier(chain: Chain, planned: int) -> list[Outcome]:
     """Return the best plans from the least feasible peak to that of saving everything.
 
-    planned: a peak for which there is one, too.
+    planned: the predicted peak of the plan, for which there is a point, too.
     """
     least = least_peak(chain)
-    most = by_rule(chain, "none").peak
-    step = max(1, (most - least.peak) // (_POINTS - 1))
-    budgets = {*range(least.peak, most, step), min(planned, most), most} - {least.peak}
+    low = least.peak_bytes
+    high = by_rule(chain, "none").peak_bytes
+    step = max(1, (high - low) // (_POINTS - 1))
+    budgets = {*range(low, high, step), min(planned, high), high} - {low}
     return [least, *(solve(chain, budget) for budget in sorted(budgets))]

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 from fusedckpt.planning.chain import Item
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES
 from fusedckpt.planning.roles import PLAIN
-from fusedckpt.planning.solver import by_rule, least_peak
+from fusedckpt.planning.rules import by_rule
+from fusedckpt.planning.solver import least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
 
 # whose module imports this one
@@ -26,42 +27,49 @@ def text(plan: Plan) -> str:
 
 def _rows(plan: Plan) -> list[Row]:
     """Return a row of `_HEAD` for every item, or for several alike in a row."""
-    units, number = plan.chain.units, 0
-    before = max(0, units[0].live_at_begin - plan.chain.base - units[0].input_bytes)
-    found: list[Row] = [("(before)", "unchanged", size(before), "", "")]
+    units = plan.chain.units
+    num_segments = 0
+    first = units[0]
+    saved_before = max(0, first.live_at_begin - plan.chain.resident_bytes - first.input_bytes)
+    rows: list[Row] = [("(before)", "unchanged", size(saved_before), "", "")]
     for cells, group in groupby(plan.items, partial(_cells, plan)):
         items = list(group)
         count = len(items)
         names = [units[i].name for i in (items[0].start, items[-1].stop - 1)]
         planned, *figures = cells
         if items[0].level is None:
-            numbers = f" {number + 1}" if count == 1 else f"s {number + 1} to {number + count}"
+            number = num_segments + 1
+            numbers = f" {number}" if count == 1 else f"s {number} to {num_segments + count}"
             planned = f"checkpointed (segment{numbers}{planned})"
-            number += count
+            num_segments += count
         if count > 1:
             figures = [f"{count} x {figure}" for figure in figures]
-        found.append((" to ".join(dict.fromkeys(names)), planned, *figures))
-    return [*found, ("(after)", "unchanged", size(plan.chain.head), "", "")]
+        rows.append((" to ".join(dict.fromkeys(names)), planned, *figures))
+    return [*rows, ("(after)", "unchanged", size(plan.chain.saved_behind), "", "")]
 
 
 def _cells(plan: Plan, item: Item) -> Row:
     """Return the cells of an item's row, but for its name and number."""
-    chain, units = plan.chain, plan.chain.units[item.start : item.stop]
+    chain = plan.chain
+    units = chain.units[item.start : item.stop]
     if item.level is None:
-        of = f" of {len(units)} units" if len(units) > 1 else ""
-        planned = f"{of}, offloaded" if item.offloads else of
+        planned = f" of {len(units)} units" if len(units) > 1 else ""
+        if item.offloads:
+            planned += ", offloaded"
     else:
         planned = "unchanged" if item.level == PLAIN else f"saves {item.level}"
         # a unit with a forward that is not the same twice is named below
         if units[0].fixed and units[0].name not in plan.left_out:
             planned += f", {units[0].fixed}"
-    extra, forward = chain.extra_of(item), sum(unit.forward_ms for unit in units)
-    return planned, size(chain.kept_by(item)), f"{extra:.2f}", f"{forward:.2f}"
+    extra = chain.extra_ms_of(item)
+    forward = sum(unit.forward_ms for unit in units)
+    return planned, size(chain.saved_by(item)), f"{extra:.2f}", f"{forward:.2f}"
 
 
 def _figures(plan: Plan) -> list[str]:
     """Return one line for each figure of the whole."""
-    chain, measured = plan.chain, plan.measured_bytes
+    chain = plan.chain
+    measured = plan.measured_bytes
     least = least_peak(chain)
     begins = "without gradients; with accumulate=True it holds for steps that add to them"
     if plan.gradient_bytes:
@@ -69,8 +77,8 @@ def _figures(plan: Plan) -> list[str]:
     figures = {
         "the step begins": begins,
         "budget": None if plan.budget_bytes is None else enough(plan.budget_bytes),
-        "save everything": enough(by_rule(chain, "none").peak),
-        "least feasible": f"{enough(least.peak)}: {least.where}",
+        "save everything": enough(by_rule(chain, "none").peak_bytes),
+        "least feasible": f"{enough(least.peak_bytes)}: {least.where}",
         "predicted peak": enough(plan.predicted_bytes),
         "measured peak": None if measured is None else enough(measured),
         "extra time": _extra(plan),
@@ -93,10 +101,14 @@ def _limited_by(plan: Plan) -> str | None:
         return None
     names = ", ".join(f"{a.name} and {b.name}" for a, b in pairs[:2])
     names += f", and {len(pairs) - 2} more" if pairs[2:] else ""
-    states = plan.chain.states
-    kept = sum(max(0, b.live_at_begin - a.live_at_begin - b.input_bytes - states) for a, b in pairs)
-    told = f"code between these modules prevents one segment across them: {names}"
-    return f"{told}; it saves {size(kept)}"
+    states = plan.chain.random_state_bytes
+    saved = sum(
+        max(0, b.live_at_begin - a.live_at_begin - b.input_bytes - states) for a, b in pairs
+    )
+    return (
+        f"code between these modules prevents one segment across them: {names}; "
+        f"it saves {size(saved)}"
+    )
 
 
 def _offload(plan: Plan) -> str | None:
@@ -107,18 +119,23 @@ def _offload(plan: Plan) -> str | None:
     if not items:
         return None
     chain = plan.chain
-    nbytes = sum(map(chain.moved_by, items))
+    nbytes = sum(map(chain.offloaded_by, items))
     rates = " and ".join(f"{rate / 1e6:.1f}" for rate in (chain.to_host, chain.to_device))
-    told = f"{size(nbytes)}, the inputs of {len(items)} segments"
-    return f"{told}; copies at {rates} GB/s to the host and back; their ms are arithmetic"
+    return (
+        f"{size(nbytes)}, the inputs of {len(items)} segments; copies at {rates} GB/s to the host "
+        "and back; their ms are arithmetic"
+    )
 
 
 def _extra(plan: Plan) -> str:
     """Return the plan's extra time, and whether it was measured or predicted."""
-    ms, error, forward = plan.extra_ms, plan.error_ms, plan.forward_ms
-    told = f"{ms:.2f} ms" + (f", {ms / forward:.1%} of the forward" if forward else "")
+    ms = plan.extra_ms
+    text = f"{ms:.2f} ms"
+    if plan.forward_ms:
+        text += f", {ms / plan.forward_ms:.1%} of the forward"
+    error = f"{plan.error_ms:.2f} ms"
     if plan.rounds:
         pairs = f"{plan.rounds} pair{'s' * (plan.rounds > 1)} of steps"
-        return f"{told}, measured in {pairs}, give or take {error:.2f} ms"
-    why = f": steps differ by {error:.2f} ms, too much to measure it" if error else ""
-    return told + (f", predicted{why}" if ms else "")
+        return f"{text}, measured in {pairs}, give or take {error}"
+    why = f": steps differ by {error}, too much to measure it" if plan.error_ms else ""
+    return text + (f", predicted{why}" if ms else "")

@@ -16,13 +16,13 @@ from torch.optim import Optimizer, SparseAdam
 from fusedckpt.autograd import arguments
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
-from fusedckpt.planning.measure import measured
+from fusedckpt.planning.measure import measure_chain
 from fusedckpt.planning.offloading import CopyRates, copy_rates
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, broadcast, group_of
-from fusedckpt.planning.survey import surveyed
+from fusedckpt.planning.survey import Survey, survey
 from fusedckpt.planning.trials import Trials
-from fusedckpt.planning.units import check_count, check_model, in_a_row, names_of
+from fusedckpt.planning.units import check_count, check_model, default_units, unit_names
 from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.out_of_memory import note_plan
 from fusedckpt.reporting.progress import progress
@@ -121,41 +121,6 @@ def plan(
     parallel = model if isinstance(model, DistributedDataParallel) else None
     model = model if parallel is None else parallel.module
     ranks = group_of(group, None if parallel is None else parallel.process_group)
-
-    def make() -> Plan:
-        optimizers = optimizers_of("plan", optimizer)
-        check_step("plan", model, loss, optimizers, (args, kwargs))
-        check_model(model)
-        device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
-        limit = limit_of(budget, activation_budget, policy, device)
-        names = names_of(model, policy, units)
-        is_rest = activation_budget is not None
-        is_there = _accumulates(accumulate) or is_rest
-        frees_late = _frees_late(zero_grad, is_there)
-        step = Step(
-            model,
-            args,
-            kwargs,
-            loss or default_loss,
-            optimizers,
-            is_last=not is_rest,
-            caller="plan",
-            reseed=random_states(),
-        )
-        step, assumed = _in_state(step, parallel, is_there)
-        is_default = units is None and isinstance(policy, str)
-        goal = _Goal(
-            policy=policy,
-            limit=limit,
-            is_rest=is_rest,
-            assumed=assumed,
-            frees_late=frees_late,
-            is_default=is_default,
-            rates=rates[0] if rates else None,
-            progress=progress,
-        )
-        return _planned(step, names, goal)
-
     rates = list[CopyRates]()
 
     def measure_copies() -> None:
@@ -164,14 +129,44 @@ def plan(
         # `make` names a bad argument
         rates.extend([] if tensor is None else [copy_rates(tensor.device)])
 
-    is_asked = arguments.flag("plan", "offload", offload)
-    made = broadcast(ranks, make, measure_copies if is_asked else None)
+    def make() -> Plan:
+        optimizers = optimizers_of("plan", optimizer)
+        check_step("plan", model, loss, optimizers, (args, kwargs))
+        check_model(model)
+        device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
+        goal = _Goal(
+            policy=policy,
+            limit=limit_of(budget, activation_budget, policy, device),
+            is_of_activations=activation_budget is not None,
+            accumulates=_accumulates(accumulate) or activation_budget is not None,
+            frees_late=_frees_late(zero_grad),
+            has_default_units=units is None and isinstance(policy, str),
+            rates=rates[0] if rates else None,
+            progress=progress,
+        )
+        _check_gradients(goal)
+        names = unit_names(model, policy, units)
+        step = Step(
+            model,
+            args,
+            kwargs,
+            loss or default_loss,
+            optimizers,
+            is_last=not goal.is_of_activations,
+            caller="plan",
+            reseed=random_states(),
+        )
+        return _plan(_with_gradients(step, parallel, goal.accumulates), names, goal)
+
+    offloads = arguments.flag("plan", "offload", offload)
+    made = broadcast(ranks, make, measure_copies if offloads else None)
     note_plan(model, made)
     return made
 
 
 def _accumulates(accumulate: Any) -> bool:
-    # of numpy too
+    """Whether gradients accumulate over several micro-batches."""
+    # numpy's integers count, too
     count = operator.index(accumulate) if hasattr(accumulate, "__index__") else -1
     if count < 0:
         raise ValueError(
@@ -180,96 +175,128 @@ def _accumulates(accumulate: Any) -> bool:
     return accumulate is True or count > 1
 
 
-def _frees_late(zero_grad: Any, is_there: bool) -> bool:
-    """Return whether the loop frees gradients between forward and backward."""
+def _frees_late(zero_grad: Any) -> bool:
+    """Whether the loop frees gradients between forward and backward."""
     arguments.choice("plan", "zero_grad", zero_grad, ("forward", "backward"))
-    if zero_grad == "backward" and is_there:
-        raise ValueError(
-            "plan: zero_grad='backward' frees the gradients that accumulate= and "
-            "activation_budget= add to: pass one of these"
-        )
     return zero_grad == "backward"
 
 
 class _Goal(NamedTuple):
-    """The goal of a plan: a policy and a limit."""
+    """The goal of a plan: a policy and a limit, and the step for which both hold."""
 
+    # as the caller wrote it
     policy: Policy
+    # the most bytes of the peak, None for a policy without a budget
     limit: int | None
     # whether the limit is one of activations alone
-    is_rest: bool
-    # parameters of which the step begins with a gradient, if they ever get one
-    assumed: AbstractSet[Tensor]
+    is_of_activations: bool
+    # whether the step begins with a gradient of every parameter that ever gets one
+    accumulates: bool
     # whether gradients of the step before live until backward begins
     frees_late: bool
     # whether the units are the default ones
-    is_default: bool
-    # of copies to the host, None where nothing is to be offloaded
+    has_default_units: bool
+    # of copies to the host, None without offload=True
     rates: CopyRates | None
+    # whether the current activity is shown
     progress: bool
 
 
-def _in_state(
-    step: Step, parallel: DistributedDataParallel | None, is_there: bool
-) -> tuple[Step, set[Tensor]]:
-    """Return the step with the gradients, and the buckets, that are there when it begins.
+def _check_gradients(goal: _Goal) -> None:
+    if goal.frees_late and goal.accumulates:
+        raise ValueError(
+            "plan: zero_grad='backward' frees the gradients that accumulate= and "
+            "activation_budget= add to: pass one of these"
+        )
 
-    And the parameters that begin it with a gradient if they ever get one. is_there: all do.
-    """
+
+class _StartingStep(NamedTuple):
+    """A step, and the gradients with which it begins."""
+
+    step: Step
+    # parameters that begin it with a gradient of zeros, if they ever get a gradient
+    assumed: AbstractSet[Tensor]
+
+
+def _with_gradients(
+    step: Step, parallel: DistributedDataParallel | None, accumulates: bool
+) -> _StartingStep:
+    """Return the step with the gradients, and the bytes of buckets, that exist when it begins."""
     trained = [p for p in step.parameters() if p.requires_grad]
-    beside, in_buckets = 0, getattr(parallel, "gradient_as_bucket_view", False)
-    # gradients that no_sync makes are none in buckets, which are there, too
-    makes = is_there and any(p.grad is None for p in trained)
-    if parallel is not None and (makes or not in_buckets):
+    has_views = getattr(parallel, "gradient_as_bucket_view", False)
+    bucket_bytes = 0
+    # gradients that no_sync makes are outside of the buckets, which exist, too
+    makes = accumulates and any(p.grad is None for p in trained)
+    if parallel is not None and (makes or not has_views):
         ignored = getattr(parallel, "parameters_to_ignore", ())
         reduced = dict(parallel.module.named_parameters())
-        beside = nbytes_of(p for n, p in reduced.items() if p.requires_grad and n not in ignored)
+        bucket_bytes = nbytes_of(
+            p for n, p in reduced.items() if p.requires_grad and n not in ignored
+        )
     existing = {p: p.grad for p in step.parameters() if p.grad is not None}
-    absent = [p for p in trained if p not in existing] if is_there or in_buckets else []
-    gradients = {**existing, **{p: torch.zeros_like(p) for p in absent}}
     # buckets outlive the gradients in them, and hold all
-    return step._replace(gradients=gradients, beside=beside), set(absent if is_there else ())
+    is_full = accumulates or has_views
+    absent = [p for p in trained if p not in existing] if is_full else []
+    gradients = {**existing, **{p: torch.zeros_like(p) for p in absent}}
+    step = step._replace(gradients=gradients, bytes_beside=bucket_bytes)
+    return _StartingStep(step, set(absent if accumulates else ()))
 
 
-def _planned(step: Step, names: list[str], goal: _Goal) -> Plan:
-    """Measure, solve and try."""
-    policy, limit = goal.policy, goal.limit
-    parts = (
-        nn.ModuleList([step.model, step.loss]) if isinstance(step.loss, nn.Module) else step.model
-    )
-    given = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
+def _plan(start: _StartingStep, names: list[str], goal: _Goal) -> Plan:
+    """Survey, measure, solve and try."""
+    step = start.step
+    policy = goal.policy
+    limit = goal.limit
+    model: nn.Module = step.model
+    if isinstance(step.loss, nn.Module):
+        model = nn.ModuleList([step.model, step.loss])
+    inputs = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
     with (
-        trial(parts, step.optimizers, given, limit or 0),
+        trial(model, step.optimizers, inputs, limit or 0),
         torch.enable_grad(),
         progress("plan", 3, goal.progress) as tell,
     ):
         tell("running the model")
-        if goal.is_default:
-            names = in_a_row(step, names)
+        if goal.has_default_units:
+            names = default_units(step, names)
             check_count(policy, names)
-        survey = surveyed(step, names)
-        never = goal.assumed - survey.trained
-        gradients = {p: grad for p, grad in step.gradients.items() if p not in never}
-        stale = tuple(survey.trained | gradients.keys()) if goal.frees_late else ()
-        gradients = {} if goal.frees_late else gradients
-        step = step._replace(last=survey.last, gradients=gradients, stale=stale)
-        _make_state(step, survey.trained)
+        surveyed = survey(step, names)
+        step = _surveyed_step(start, surveyed, goal)
+        _make_state(step, surveyed.trained)
         step.fresh()
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
-        rest = step.resident(held) if goal.is_rest else 0
-        limit = None if limit is None else limit + rest
+        bytes_outside_budget = step.resident(held) if goal.is_of_activations else 0
 
         tell("measuring units")
         rates = goal.rates or CopyRates()
-        measurement = measured(step, survey.units, policy == "speed", rates)
+        measurement = measure_chain(step, surveyed.units, policy == "speed", rates)
         tell("trying plans")
-        title = policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}"
-        declined = None if goal.rates is None else rates.obstacle
-        trials = Trials(step, measurement, title, limit, survey.left_out, declined)
-        best = trials.by_policy(policy) if limit is None else trials.within(limit, rest)
+        trials = Trials(
+            step,
+            measurement,
+            title=policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}",
+            limit=None if limit is None else limit + bytes_outside_budget,
+            left_out=surveyed.left_out,
+            declined=None if goal.rates is None else rates.obstacle,
+        )
+        if trials.limit is None:
+            best = trials.by_policy(policy)
+        else:
+            best = trials.within(trials.limit, bytes_outside_budget)
         best = trials.timed(best)
     gradient_bytes = nbytes_of([*step.gradients.values(), *step.stale])
     return replace(best, gradient_bytes=gradient_bytes)
+
+
+def _surveyed_step(start: _StartingStep, surveyed: Survey, goal: _Goal) -> Step:
+    """Return the step with the gradients of the parameters that ever get one."""
+    never = start.assumed - surveyed.trained
+    gradients = {p: grad for p, grad in start.step.gradients.items() if p not in never}
+    stale: tuple[Tensor, ...] = ()
+    if goal.frees_late:
+        stale = tuple(surveyed.trained | gradients.keys())
+        gradients = {}
+    return start.step._replace(output_bytes=surveyed.output_bytes, gradients=gradients, stale=stale)
 
 
 def _make_state(step: Step, trained: Collection[Tensor]) -> None:

@@ -24,7 +24,7 @@ from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text
 from fusedckpt.planning.units import has_levels
 
-_FORMAT = {"format": "fusedckpt.plan", "version": 7}
+_FORMAT = {"format": "fusedckpt.plan", "version": 8}
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,21 @@ class Plan:
     lower_bound_ms: float
     # the peak of a step under the plan, None if none was run
     measured_bytes: int | None = None
-    # by name, why modules are no units, or are never recomputed
+    # by name of a module, why it is no unit, or is never recomputed
     left_out: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # by name, the classes and sizes of the model ("") and of the modules of units
+    # by name, the class and size of the model ("") and of each module of a unit
     structure: Mapping[str, str] = field(default_factory=dict, hash=False)
-    # of the gradients that exist when the planned step begins
+    # bytes of the gradients that exist when the planned step begins
     gradient_bytes: int = 0
     # pairs of steps that `extra_ms` was measured with
     rounds: int = 0
-    # the standard error of that measurement
+    # the standard error of that measurement, in ms
     error_ms: float = 0.0
-    # the time of the model's forward
+    # ms of the model's forward
     forward_ms: float = 0.0
-    # why no segment offloads its input, "" where one does; None where this was not asked for
+    # why no segment offloads its input, "" where a segment does; None without offload=True
     offload: str | None = None
+    # the modules that `apply` gave roles
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -110,11 +111,11 @@ class Plan:
         """
         if model is not None and not isinstance(model, nn.Module):
             arguments.wrong_type("Plan.undo", "model", "an nn.Module or None", model)
-        given = [ref() for ref in self._applied] if model is None else list(model.modules())
-        for module in given:
+        modules = [ref() for ref in self._applied] if model is None else list(model.modules())
+        for module in modules:
             if module is not None and roles.is_assigned(module):
                 roles.release(module)
-        self._applied[:] = [ref for ref in self._applied if ref() not in (None, *given)]
+        self._applied[:] = [ref for ref in self._applied if ref() not in (None, *modules)]
 
     def __getstate__(self) -> dict[str, Any]:
         # the models that it was applied to stay here
@@ -152,8 +153,8 @@ class Plan:
                 within = partial(saving, item.level) if item.level in LEVELS else nullcontext
             spans.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in spans for i in range(start, stop)}
-        rest = [(i, i + 1, nullcontext) for i in range(count) if i not in planned]
-        return sorted(spans + rest, key=lambda span: span[0])
+        spans += [(i, i + 1, nullcontext) for i in range(count) if i not in planned]
+        return sorted(spans, key=lambda span: span[0])
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -201,11 +202,14 @@ def _read(document: Any) -> Plan:
     document["chain"] = Chain(**document["chain"])
     document["items"] = tuple(Item(**item) for item in document["items"])
     plan = Plan(**document)
-    outcome, known = simulate(plan.chain, plan.items), {*roles.OWN_LEVELS, *LEVELS}
+    outcome = simulate(plan.chain, plan.items)
+    known = {*roles.OWN_LEVELS, *LEVELS}
     if not {level.name for unit in plan.chain.units for level in unit.levels} <= known:
         raise ValueError(f"expected levels among {sorted(known)}")
-    if plan.predicted_bytes != outcome.peak or not isclose(plan.extra_ms, outcome.extra):
-        raise ValueError(f"expected the {outcome.peak} bytes and {outcome.extra} ms of its units")
+    peak = outcome.peak_bytes
+    extra = outcome.extra_ms
+    if plan.predicted_bytes != peak or not isclose(plan.extra_ms, extra):
+        raise ValueError(f"expected the {peak} bytes and {extra} ms of its units")
     return plan
 
 
@@ -220,9 +224,9 @@ def _unit(model: nn.Module, name: str) -> nn.Module:
 
 
 def structure_of(module: nn.Module) -> str:
-    """Return a module's class, size, and whether a level sets the tensors that its layers keep."""
+    """Return a module's class, size, and whether a level sets the tensors that its layers save."""
     fused = " with fused layers" if has_levels(module) else ""
     count = sum(parameter.numel() for parameter in module.parameters())
-    # `fully_shard` puts that before
+    # the prefix is `fully_shard`'s
     name = type(module).__name__.removeprefix("FSDP")
     return f"{name} of {count:,} parameters{fused}"

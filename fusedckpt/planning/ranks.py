@@ -44,9 +44,9 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
         )
     if group is False or not dist.is_initialized():
         return None
-    found = group or default or dist.group.WORLD
-    assert found is not None
-    return found if found.size() > 1 else None
+    ranks = group or default or dist.group.WORLD
+    assert ranks is not None
+    return ranks if ranks.size() > 1 else None
 
 
 def broadcast(
@@ -67,7 +67,8 @@ def broadcast(
         if together is not None:
             together()
         return make()
-    ranks, rank = dist.get_process_group_ranks(group), dist.get_rank()
+    ranks = dist.get_process_group_ranks(group)
+    rank = dist.get_rank()
     _meet(group, ranks)
     if together is not None:
         dist.barrier(group)
@@ -79,7 +80,8 @@ def broadcast(
             results = [make()]
         except BaseException as raised:
             # an interrupt, too: or the others would wait for ever
-            error, reason = raised, f"plan: rank {rank} raised {type(raised).__name__}: {raised}"
+            error = raised
+            reason = f"plan: rank {rank} raised {type(raised).__name__}: {raised}"
             results = [raised if isinstance(raised, ValueError) else RuntimeError(reason)]
     dist.broadcast_object_list(results, ranks[0], group)
     (result,) = results

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,6 +29,15 @@ def is_container(module: nn.Module, least: int = 2) -> bool:
     """Whether a module is a container of `least` modules or more, each computed on its own."""
     is_one_layer = getattr(module, "save_levels", None) is not None
     return isinstance(module, _CONTAINERS) and len(module) >= least and not is_one_layer
+
+
+class ModelPart(NamedTuple):
+    """A module into which a model falls."""
+
+    name: str
+    module: nn.Module
+    # whether it is in a container
+    is_entry: bool
 
 
 class RepeatedBlocks:
@@ -90,25 +99,23 @@ class RepeatedBlocks:
             is_module = is_container(module, least=1) and not is_container(child, least=1)
             yield from self._nested(f"{name}.", child, is_entry or is_module)
 
-    def walk(self) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Yield the modules into which the model falls, and whether each is in a container."""
+    def parts(self) -> Iterator[ModelPart]:
+        """Yield the modules into which the model falls."""
         count = len([*self._model.children()]) if is_container(self._model) else 0
-        return self._walk("", self._model, count)
+        return self._parts("", self._model, count)
 
-    def _walk(
-        self, prefix: str, module: nn.Module, count: int
-    ) -> Iterator[tuple[str, nn.Module, bool]]:
+    def _parts(self, prefix: str, module: nn.Module, count: int) -> Iterator[ModelPart]:
         """count: of the modules in the innermost container around, 0 outside of any."""
         for name, child in module.named_children():
             name = f"{prefix}{name}"
             if self._is_opened(child, count):
                 size = len([*child.children()]) if self._is_list(child, count) else count
-                yield from self._walk(f"{name}.", child, size)
+                yield from self._parts(f"{name}.", child, size)
                 continue
             # beside the containers of a stage, a module without parameters is code between blocks
             is_code = not any(True for _ in child.parameters())
             if not count or not is_code or is_container(module, least=1):
-                yield name, child, count > 0
+                yield ModelPart(name, child, count > 0)
 
     def _is_opened(self, module: nn.Module, count: int) -> bool:
         """Whether the modules in a module are looked at, one of `count` modules of a container."""
@@ -146,7 +153,7 @@ def side_by_side(step: Step, containers: Mapping[str, list[str]]) -> set[str]:
 
     containers: by name the names of their entries. The forward saves nothing for backward.
     """
-    calls = {name: _Calls() for name in containers}
+    calls = {name: _EntryCalls() for name in containers}
     roles = {
         step.model.get_submodule(entry): partial(calls[name].visit, entry)
         for name, entries in containers.items()
@@ -162,14 +169,14 @@ def _drop(tensor: Any) -> None:
     """Save nothing in the place of a tensor."""
 
 
-class _Calls:
-    """The calls of the entries of a container."""
+class _EntryCalls:
+    """The calls of the entries of a container in one forward."""
 
     def __init__(self) -> None:
         self._names = list[str]()
         self._is_chained = True
         # of the last call: the number of nodes before it, and the nodes of its outputs
-        self._last: tuple[float, set[Any]] = 0, set()
+        self._last: tuple[float, set[Any]] = (0, set())
 
     def visit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Call an entry: a role."""
@@ -197,12 +204,13 @@ def _nodes_of(tree: Any) -> set[Any]:
 
 def _reaches(starts: Iterable[Any], ends: Collection[Any], since: float) -> bool:
     """Whether a path leads from nodes to others, over nodes that were made since a count."""
-    todo, seen = [*starts], set[Any]()
+    todo = [*starts]
+    seen = set[Any]()
     while todo:
         node = todo.pop()
         if node in ends:
             return True
         if node not in seen and number_of(node) >= since:
             seen.add(node)
-            todo += [before for before, _ in node.next_functions if before is not None]
+            todo += [child for child, _ in node.next_functions if child is not None]
     return False

@@ -35,19 +35,25 @@ from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.recipe_models import without_recipes
 from fusedckpt.fusing.subclass import made_of, subclass
 
-# in the module's __dict__: its role, and a forward that was set on it and not on its class
-_ROLE, _FORWARD = "_fusedckpt_role", "_fusedckpt_forward"
+# in the module's __dict__: its role
+_ROLE = "_fusedckpt_role"
+# and a forward that was set on the module and not on its class
+_FORWARD = "_fusedckpt_forward"
 # of the segments of a plan: units may draw from Python's and NumPy's generators
 OPTIONS = Options(preserve_python_rng=True)
 
-# the level of a module without fused layers, the level that saves outputs of matrix products, and
-# the level without attention in its recompute
-PLAIN, PRODUCTS, ATTENTION = "plain", "products", "attention"
-# the level of a unit in a model that is fused with recipes, whose functions save their tensors
-# instead
+# the level of a module without fused layers
+PLAIN = "plain"
+# the level that saves outputs of matrix products, and recomputes the others
+PRODUCTS = "products"
+# the level that saves attention's output, and recomputes the others
+ATTENTION = "attention"
+# the level of a unit in a model that is fused with recipes, without these recipes
 NO_RECIPES = "no recipes"
+# the levels that a plan may have beside those of fused layers
 OWN_LEVELS = PLAIN, PRODUCTS, ATTENTION, NO_RECIPES
-# as layers save in a segment's recompute: its hooks keep norms from sharing the tensors they save
+# the tensors that layers save in a segment's recompute, whose hooks keep norms from sharing them;
+# measured, and in no plan
 INSIDE = "inside"
 
 # a function that runs in place of a module's forward: gets that forward, its args and its kwargs
@@ -66,9 +72,10 @@ class Planned(nn.Module):
         """Run the module's own forward in its role."""
         return self._in_role(self.__dict__.get(_FORWARD) or super().forward, args, kwargs)
 
-    def _in_role(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        run = _Gathering(self, own) if _is_sharded(self) else own
-        return self.__dict__[_ROLE](run, args, kwargs)
+    def _in_role(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _is_sharded(self):
+            forward = _GatheringForward(self, forward)
+        return self.__dict__[_ROLE](forward, args, kwargs)
 
 
 class PlannedHead(Planned):
@@ -82,14 +89,14 @@ class PlannedHead(Planned):
         return self._in_role(run, args, {})
 
 
-# a forward that is set on the module, and calls its class's, is not to call these again
+# a forward that is set on the module, and calls its class's, must not call these again
 for _kind in (Planned, PlannedHead):
     _kind.forward.is_role = True  # type: ignore[attr-defined]
 
 
 @cache
 def _unplanned(kind: Any) -> Any:
-    """Return the class that a planned one was, also where a subclass was made of that since."""
+    """Return the class that a planned one was made of, also where a subclass was made since."""
     ours, original = made_of(kind) or (None, None)
     if ours is not None and issubclass(ours, Planned):
         return original
@@ -138,11 +145,12 @@ def _is_sharded(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-class _Gathering:
+class _GatheringForward:
     """A sharded module's forward; in backward it gathers parameters where no hook has."""
 
     def __init__(self, module: Any, forward: Callable[..., Any]):
-        self.__self__, self._forward = module, forward
+        self.__self__ = module
+        self._forward = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if backward_id() == -1:
@@ -160,7 +168,7 @@ class _Gathering:
 
 
 def run_at(level: str) -> Role:
-    """Return the role of a unit that saves a level: of the above, or of fused layers."""
+    """Return the role of a unit that saves a level: one of OWN_LEVELS, INSIDE, or LEVELS."""
     contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
     checkpointed: dict[str, Role] = {
         PRODUCTS: functools.partial(_recompute, {"context_fn": contexts}),
@@ -177,7 +185,7 @@ def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _without_recipes(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    # nothing is faster: fused layers run no GEMM again
+    # the fastest level: fused layers run no GEMM again
     with saving("preact"), nullcontext() if torch.compiler.is_compiling() else without_recipes():
         return forward(*args, **kwargs)
 
@@ -188,7 +196,7 @@ def _inside(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Checkpoint a forward with options that say which results stay saved: a role."""
+    """Checkpoint a forward; its options tell which results stay saved: a role."""
     if is_plain_call() or current() is not None:
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,13 +15,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import function_of, pytree, storage_key
-from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.offload import is_movable
 from fusedckpt.checkpointing.repeat_check import NOT_THE_SAME, RepeatCheck
 from fusedckpt.fusing.recipe_models import has_recipes
 from fusedckpt.memory import nbytes_of, storage_ref
 from fusedckpt.planning import grouping
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArguments
+from fusedckpt.planning.graph import graph_of, leaves_of
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
 from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
 from fusedckpt.planning.units import levels_of
@@ -33,26 +33,34 @@ WRITES = "modifies its input"
 
 
 class Survey(NamedTuple):
-    """Units in the order in which they run, and by name why other modules are none.
+    """The units of a model, and other facts that one forward shows."""
 
-    last: bytes of the model's output, and of leaves that its graph keeps. trained: the parameters
-    that the loss reaches.
-    """
-
+    # in the order in which they run
     units: list[SurveyedUnit]
+    # by name of another module, why it is no unit
     left_out: dict[str, str]
-    last: int
+    # bytes of the model's output, and of leaves that its graph keeps
+    output_bytes: int
+    # the parameters that the loss reaches
     trained: set[Tensor]
+
+
+class _Input(NamedTuple):
+    """A tensor that a module gets and that requires grad."""
+
+    storage: StorageWeakRef
+    # whether the unit before returned it
+    is_returned: bool
 
 
 class _Called(NamedTuple):
     """The first call of a module."""
 
-    # the storages that it gets which require grad, and whether the unit before returned each
-    given: list[tuple[StorageWeakRef, bool]]
-    # bytes of these, and of the tensors that it returns
-    input: int
-    output: int
+    inputs: list[_Input]
+    # bytes of these
+    input_bytes: int
+    # bytes of the tensors that it returns and that require grad
+    output_bytes: int
     # whether it modifies an argument in place
     writes: bool
     # whether fused layers ran in it, modules or functions
@@ -62,21 +70,20 @@ class _Called(NamedTuple):
     # whether it saves nothing for backward
     is_empty: bool
     # bytes of the weights that autocast cast, and that it saves
-    casts: int
+    cast_bytes: int
     # why it is no unit, or ""
     why_not: str
     # by storage, the bytes of tensor arguments that can be offloaded
-    movable: dict[StorageWeakRef, int]
+    movable_bytes: dict[StorageWeakRef, int]
 
 
 class _FirstCall(RepeatCheck):
     """The call of a unit in the survey's forward."""
 
-    # the objects among its arguments
-    objects: ChangedArguments
-
-    def __init__(self, module: nn.Module, options: Options):
-        super().__init__(module, options)
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any):
+        super().__init__(module, OPTIONS)
+        # the objects among its arguments
+        self._objects = ChangedArguments(args, kwargs)
         # by storage the bytes and the kind of device of the weights that autocast cast
         self.casts: dict[int, tuple[int, str]] = {}
 
@@ -87,9 +94,14 @@ class _FirstCall(RepeatCheck):
             self.casts[storage_key(storage)] = storage.nbytes(), tensor.device.type
         return super().pack(tensor)
 
+    def finish(self, tensors: Iterable[Tensor]) -> None:
+        """Note the outputs, and the objects among the arguments that the call changed."""
+        super().finish(tensors)
+        self._objects.note()
+
     def why_fixed(self) -> str:
-        """Return why no segment may hold the unit, or ""."""
-        with self.objects.called_again() as changed:
+        """Return why no segment may contain the unit, or ""."""
+        with self._objects.called_again() as changed:
             why = self.why_not_again(tensors_of)
         return f"{CHANGES} {changed[0]}" if changed else why
 
@@ -99,16 +111,19 @@ class _Visits:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # by name, how often a module is called
         self.counts: Counter[str] = Counter()
-        self.trimmers: list[Callable[[], None]] = []
-        # the last call of each
-        self.segments: dict[str, _FirstCall] = {}
-        self.takers: Counter[int] = Counter()
+        # the first call of each module
         self.calls: dict[str, _Called] = {}
+        # the last call of each module
+        self._segments: dict[str, _FirstCall] = {}
+        # by storage, the number of modules that get it
+        self._num_takers: Counter[int] = Counter()
         # the storages of casts of weights, which live as long as autocast's cache
         self._casts = set[int]()
-        # the tensors that the last unit returned
+        # by id, the tensors that the last unit returned, and their versions
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        self._trimmers: list[Callable[[], None]] = []
 
     def visit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
         """Call a module: a role."""
@@ -117,42 +132,56 @@ class _Visits:
         tensors = [*tensors_of([args, kwargs])]
         _refuse(name, tensors)
         self.counts[name] += 1
-        given = [x for x in tensors if x.requires_grad]
-        leaves, versions = _leaf_ids([args, kwargs]), [x._version for x in tensors]
-        # a segment of several units would hold an object, and the graph of the tensors in it
-        returned = [id(x) in leaves and self._is_returned(x) for x in given]
-        self.trimmers += trimmers_of(args, kwargs)
-        # it keeps nothing: a forward that saves everything may not fit
-        segment = self.segments[name] = _FirstCall(self._model.get_submodule(name), OPTIONS)
-        segment.objects = ChangedArguments(args, kwargs)
+        inputs = self._inputs(tensors, _leaf_ids([args, kwargs]))
+        versions = [x._version for x in tensors]
+        self._trimmers += trimmers_of(args, kwargs)
+        # it saves nothing: a forward that saves everything may not fit
+        segment = _FirstCall(self._model.get_submodule(name), args, kwargs)
+        self._segments[name] = segment
         output = segment.add_call(forward, args, kwargs)
-        returned_tensors = [*tensors_of([output])]
-        segment.finish(returned_tensors)
-        segment.objects.note()
-        writes = versions != [x._version for x in tensors]
-        made = [x for x in returned_tensors if x.requires_grad]
-        visible = _leaf_ids(output)
-        self._returned = {id(x): (weakref.ref(x), x._version) for x in made if id(x) in visible}
+        outputs = [*tensors_of([output])]
+        segment.finish(outputs)
+        outputs = [x for x in outputs if x.requires_grad]
+        self._note_returned(output, outputs)
         if self.counts[name] == 1:
-            known = [*zip(map(storage_ref, given), returned, strict=True)]
-            self.takers.update({storage.cdata for storage, _ in known})
-            nodes = [*graph_of(made, {x.grad_fn for x in given})]
-            is_fused, attends = (any(map(holds, nodes)) for holds in (_is_fused, _attends))
-            why_not = "" if made else "returns no tensor that requires a gradient"
-            direct = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            self._num_takers.update({x.storage.cdata for x in inputs})
+            trained = [x for x in tensors if x.requires_grad]
+            nodes = [*graph_of(outputs, {x.grad_fn for x in trained})]
+            arguments = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
             self.calls[name] = _Called(
-                known,
-                input=nbytes_of(given),
-                output=nbytes_of(made),
-                writes=writes,
-                is_fused=is_fused,
-                attends=attends,
+                inputs,
+                input_bytes=nbytes_of(trained),
+                output_bytes=nbytes_of(outputs),
+                writes=versions != [x._version for x in tensors],
+                is_fused=any(map(_is_fused, nodes)),
+                attends=any(map(_attends, nodes)),
                 is_empty=not segment.saved,
-                casts=self._new_casts(segment),
-                why_not=why_not,
-                movable={storage_ref(x): x.nbytes for x in direct if is_movable(x)},
+                cast_bytes=self._new_casts(segment),
+                why_not="" if outputs else "returns no tensor that requires a gradient",
+                movable_bytes={storage_ref(x): x.nbytes for x in arguments if is_movable(x)},
             )
         return output
+
+    def _inputs(self, tensors: Iterable[Tensor], visible: Container[int]) -> list[_Input]:
+        """Return the inputs among a call's tensors; visible: ids of those that a segment sees.
+
+        A segment of several units would hold an object, and the graph of the tensors in it.
+        """
+        return [
+            _Input(storage_ref(x), id(x) in visible and self._is_returned(x))
+            for x in tensors
+            if x.requires_grad
+        ]
+
+    def _note_returned(self, output: Any, tensors: Iterable[Tensor]) -> None:
+        visible = _leaf_ids(output)
+        self._returned = {id(x): (weakref.ref(x), x._version) for x in tensors if id(x) in visible}
+
+    def _is_returned(self, x: Tensor) -> bool:
+        if id(x) not in self._returned:
+            return False
+        reference, version = self._returned[id(x)]
+        return reference() is x and version == x._version
 
     def _new_casts(self, segment: _FirstCall) -> int:
         """Return the bytes of casts of weights that autocast's cache holds, new in this unit."""
@@ -165,56 +194,66 @@ class _Visits:
         self._casts |= new.keys()
         return sum(new.values())
 
-    def _is_returned(self, x: Tensor) -> bool:
-        known = self._returned.get(id(x))
-        return known is not None and known[0]() is x and known[1] == x._version
-
     def find_fixed(self) -> dict[str, str]:
-        """Call units again, as a recompute would; return by name why none may hold a unit."""
+        """Call units again, as a recompute would; return by name why no segment may contain one."""
         fixed = {}
-        while self.segments:
-            name, segment = self.segments.popitem()
+        while self._segments:
+            name, segment = self._segments.popitem()
             if self.calls[name].writes:
                 fixed[name] = WRITES
             elif self.counts[name] == 1 and (why := segment.why_fixed()):
                 fixed[name] = why
         return fixed
 
+    def trim(self) -> None:
+        """Remove the items that units added to containers among their arguments."""
+        for trim in self._trimmers:
+            trim()
+
     def units(self, fixed: Mapping[str, str]) -> Iterator[SurveyedUnit]:
         """Yield the units in the order in which they run; fixed: by name why no segment may."""
+        recipes = (NO_RECIPES,) if has_recipes(self._model) else ()
         is_open = False
         for name, call in self.calls.items():
             if call.why_not or self.counts[name] > 1:
                 continue
-            # a tensor that several units get does not tell, but the first argument
-            own = [
-                is_returned
-                for i, (storage, is_returned) in enumerate(call.given)
-                if not i or self.takers[storage.cdata] == 1
-            ]
-            joined, is_open = is_open and bool(own) and all(own), name not in fixed
-            module, why = self._model.get_submodule(name), fixed.get(name, "")
+            gets_output = is_open and self._gets_output(call.inputs)
+            is_open = name not in fixed
+            module = self._model.get_submodule(name)
+            why = fixed.get(name, "")
             offered = levels_of(module) or (LEVELS[::-1] if call.is_fused else ())
-            recipes = (NO_RECIPES,) if has_recipes(self._model) else ()
             yield SurveyedUnit(
                 name,
                 module,
                 fixed=why,
-                joined=joined and is_open,
+                joined=gets_output and is_open,
                 levels=(*recipes, *(offered or (PLAIN,))),
                 attends=call.attends,
-                input=call.input,
-                output=call.output,
+                input_bytes=call.input_bytes,
+                output_bytes=call.output_bytes,
                 is_empty=call.is_empty and not (why or offered),
-                casts=call.casts,
+                cast_bytes=call.cast_bytes,
                 members=((name, module),),
-                # a tensor of several units stays
-                movable=sum(
-                    nbytes
-                    for storage, nbytes in call.movable.items()
-                    if self.takers[storage.cdata] == 1
-                ),
+                movable_bytes=self._movable_bytes(call),
             )
+
+    def _gets_output(self, inputs: Sequence[_Input]) -> bool:
+        """Whether a unit gets the output of the unit before."""
+        # a tensor of several units does not tell, but the first argument
+        telling = [
+            x.is_returned
+            for i, x in enumerate(inputs)
+            if not i or self._num_takers[x.storage.cdata] == 1
+        ]
+        return bool(telling) and all(telling)
+
+    def _movable_bytes(self, call: _Called) -> int:
+        # a tensor of several units stays
+        return sum(
+            nbytes
+            for storage, nbytes in call.movable_bytes.items()
+            if self._num_takers[storage.cdata] == 1
+        )
 
     def why_not(self, name: str) -> str:
         """Return why a module is no unit, nothing for a unit."""
@@ -223,29 +262,37 @@ class _Visits:
         return f"is called {count} times in a step" if count > 1 else self.calls[name].why_not
 
 
-def surveyed(step: Step, names: Sequence[str]) -> Survey:
+def survey(step: Step, names: Sequence[str]) -> Survey:
     """Run a forward, and call its units again; raise ValueError where it has no unit."""
-    survey = _surveyed(step, names)
+    first = _survey(step, names)
     # a unit may do more in its first call, such as make a tensor that it keeps
-    is_same = NOT_THE_SAME not in survey.left_out.values()
-    return survey if is_same else _surveyed(step, names)
+    is_same = NOT_THE_SAME not in first.left_out.values()
+    return first if is_same else _survey(step, names)
 
 
-def _surveyed(step: Step, names: Sequence[str]) -> Survey:
-    visits, (step, held) = _Visits(step.model), step.fresh()
+def _survey(step: Step, names: Sequence[str]) -> Survey:
+    visits = _Visits(step.model)
+    step, held = step.fresh()
     modules = {name: step.model.get_submodule(name) for name in names}
     with assigned({module: partial(visits.visit, name) for name, module in modules.items()}):
         output = step.model(*step.args, **step.kwargs)
     outputs = [*tensors_of([output])]
-    last = nbytes_of([*outputs, *held]) - nbytes_of(held) + _leaf_bytes(outputs, held)
-    trained = {*_leaves_of(tensors_of([step.loss(output)]))}.intersection(step.parameters())
+    output_bytes = nbytes_of([*outputs, *held]) - nbytes_of(held) + _leaf_bytes(outputs, held)
+    trained = {*leaves_of(tensors_of([step.loss(output)]))}.intersection(step.parameters())
     # behind the loss, which may read tensors that units leave in attributes
     fixed = visits.find_fixed()
-    for trim in visits.trimmers:
-        trim()
+    visits.trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
     left_out |= {name: why for name, why in fixed.items() if why != WRITES}
     units = fewer(grouped([*visits.units(fixed)], left_out), grouping.MOST_UNITS)
+    _check_units(step.model, units, left_out)
+    return Survey(units, left_out, output_bytes, trained)
+
+
+def _check_units(
+    model: nn.Module, units: Sequence[SurveyedUnit], left_out: Mapping[str, str]
+) -> None:
+    """Refuse a model without a unit that a plan may decide about."""
     changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
@@ -253,13 +300,14 @@ def _surveyed(step: Step, names: Sequence[str]) -> Survey:
             f"{changing[0]}: {ADVICE}"
         )
     if not units:
-        told = [f"{name} {why}" for name, why in left_out.items()]
-        told = [*told[:3], f"{len(told) - 3} more"] if len(told) > 4 else told
+        reasons = [f"{name} {why}" for name, why in left_out.items()]
+        if len(reasons) > 4:
+            reasons = [*reasons[:3], f"{len(reasons) - 3} more"]
         raise ValueError(
-            f"plan: expected a unit of {type(step.model).__name__} that runs exactly once, outside "
-            f"of reentrant checkpoints: {'; '.join(told) or 'it has no parts'}; units= names others"
+            f"plan: expected a unit of {type(model).__name__} that runs exactly once, outside "
+            f"of reentrant checkpoints: {'; '.join(reasons) or 'it has no parts'}; "
+            "units= names others"
         )
-    return Survey(units, left_out, last, trained)
 
 
 def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
@@ -302,29 +350,13 @@ def _attends(node: Any) -> bool:
     return any(kernel in node.name() for kernel in ("ScaledDotProduct", "FlashAttn"))
 
 
-def graph_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> Iterator[Any]:
-    """Yield the nodes of the graph that made tensors, from nodes at `ends` on."""
-    seen: set[Any] = {None, *ends}
-    todo: list[Any] = [tensor.grad_fn for tensor in tensors]
-    while todo:
-        node = todo.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            todo += [before for before, _ in node.next_functions]
-
-
-def _leaves_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    return [node.variable for node in graph_of(tensors) if hasattr(node, "variable")]
-
-
 def _leaf_bytes(outputs: Iterable[Tensor], held: list[Tensor]) -> int:
     """Return the bytes of leaves that a forward made, and of their gradients.
 
-    The graph of the outputs keeps them. held: leaves that live anyway.
+    The graph of the outputs holds them. held: leaves that live anyway.
     """
     ids = {*map(id, held)}
-    made = [x for x in _leaves_of(outputs) if id(x) not in ids and not isinstance(x, nn.Parameter)]
+    made = [x for x in leaves_of(outputs) if id(x) not in ids and not isinstance(x, nn.Parameter)]
     gradients = sum(x.numel() * x.element_size() for x in made)
     return nbytes_of([*made, *held]) - nbytes_of(held) + gradients
 

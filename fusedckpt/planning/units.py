@@ -16,8 +16,8 @@ from fusedckpt.planning.repeated_blocks import RepeatedBlocks, side_by_side
 from fusedckpt.reporting.step import Step
 
 
-def names_of(model: nn.Module, policy: Policy, units: Any) -> list[str]:
-    """Return the names of the modules to plan: those that were given, or found by a rule."""
+def unit_names(model: nn.Module, policy: Policy, units: Any) -> list[str]:
+    """Return the names of the modules to plan: the caller's, or those of a rule."""
     if not isinstance(policy, str):
         if units is not None:
             raise ValueError("plan: expected units or a policy that lists modules, got both")
@@ -34,13 +34,14 @@ def check_count(policy: Policy, names: Sequence[str]) -> None:
         raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
 
 
-def in_a_row(step: Step, names: list[str]) -> list[str]:
-    """Return the default units of a model, given those that its containers suggest.
+def default_units(step: Step, names: list[str]) -> list[str]:
+    """Return the names of a model's default units; names: those that its containers suggest.
 
     Where entries of a container have containers of repeated blocks inside, a forward shows whether
     these blocks run one after the other, and are units.
     """
-    closed, known = set[str](), set[str]()
+    closed = set[str]()
+    known = set[str]()
     while nested := {
         name: entries
         for name, entries in RepeatedBlocks(step.model, closed).nested().items()
@@ -58,12 +59,12 @@ def levels_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def _offered(module: nn.Module) -> tuple[str, ...] | None:
-    """Return the levels of a module itself, None where no level sets the tensors that it keeps."""
+    """Return the levels of a module itself, None where no level sets the tensors that it saves."""
     return getattr(module, "save_levels", None)
 
 
 def has_levels(module: nn.Module) -> bool:
-    """Whether a level sets the tensors that the module, or one inside it, keeps."""
+    """Whether a level sets the tensors that the module, or one inside it, saves."""
     return any(_offered(child) is not None for child in module.modules())
 
 
@@ -81,17 +82,20 @@ def candidates(model: nn.Module, closed: Collection[str] = ()) -> list[str]:
 
     closed: names of containers with entries that run side by side, and are no units.
     """
-    modules = [*RepeatedBlocks(model, closed).walk()]
-    inside = [(name, m) for name, m, is_inside in modules if is_inside]
-    outside = [m for _, m, is_inside in modules if not is_inside]
-    if inside:
-        takes_all = _layers(outside) > _layers(m for _, m in inside)
-        inside = [
-            (n, m) for n, m, is_inside in modules if is_inside or takes_all or levels_of(m)[1:]
+    parts = [*RepeatedBlocks(model, closed).parts()]
+    entries = [part.module for part in parts if part.is_entry]
+    others = [part.module for part in parts if not part.is_entry]
+    units: list[tuple[str, nn.Module]] = []
+    if entries:
+        takes_all = _num_layers(others) > _num_layers(entries)
+        units = [
+            (part.name, part.module)
+            for part in parts
+            if part.is_entry or takes_all or levels_of(part.module)[1:]
         ]
-    inside = inside or [*_fused("", model)] or [*model.named_children()]
-    first = {module: name for name, module in reversed(inside)}
-    return [name for name, module in inside if first.pop(module, None) == name]
+    units = units or [*_fused("", model)] or [*model.named_children()]
+    first_names = {module: name for name, module in reversed(units)}
+    return [name for name, module in units if first_names.pop(module, None) == name]
 
 
 def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -102,14 +106,14 @@ def _fused(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from _fused(f"{prefix}{name}.", child)
 
 
-def _layers(modules: Iterable[nn.Module]) -> int:
+def _num_layers(modules: Iterable[nn.Module]) -> int:
     """Return how many modules have parameters of their own."""
     inner = {inner for module in modules for inner in module.modules()}
     return sum(any(True for _ in module.parameters(recurse=False)) for module in inner)
 
 
 def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
-    """Return the names of units that a caller gave by name or as modules."""
+    """Return the names of the units that a caller lists by name or as modules."""
     if isinstance(units, (str, nn.Module)) or not isinstance(units, Iterable):
         came = type(units).__name__
         raise TypeError(f"plan: units must be a list of modules or their names, got a {came}")

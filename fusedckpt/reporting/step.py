@@ -30,10 +30,10 @@ class Step(NamedTuple):
     gradients: Mapping[Tensor, Tensor] = MappingProxyType({})
     # the parameters with a gradient of the step before, which lives until backward begins
     stale: tuple[Tensor, ...] = ()
-    # bytes that live through it unseen, such as a reducer's buckets
-    beside: int = 0
+    # bytes that live through it beside all tensors here, such as a reducer's buckets
+    bytes_beside: int = 0
     # bytes of the output of the step before, which lives until the model returns the next one
-    last: int = 0
+    output_bytes: int = 0
     # whether the optimizers step after it
     is_last: bool = True
     # the public function that takes it
@@ -55,7 +55,7 @@ class Step(NamedTuple):
         """
         mark("forward")
         with around or nullcontext():
-            last = held[0].new_empty(self.last, dtype=torch.uint8)
+            last = held[0].new_empty(self.output_bytes, dtype=torch.uint8)
             for parameter in self.stale:
                 parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
@@ -92,7 +92,7 @@ class Step(NamedTuple):
     def resident(self, held: list[Tensor]) -> int:
         """Return the bytes there are on the first parameter's device when the step begins."""
         device = held[0].device
-        return nbytes_of(x for x in held if x.device == device) + self.beside
+        return nbytes_of(x for x in held if x.device == device) + self.bytes_beside
 
     @property
     def device(self) -> torch.device:

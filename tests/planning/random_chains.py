@@ -18,7 +18,7 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
         forward, begin = draw.randrange(1, 30), draw.randrange(most)
         extras = [0.0, *(draw.randrange(1, 20) for _ in range(draw.choice((0, 1, 1, 2))))]
         levels = tuple(level(f"level{k}", begin, extra) for k, extra in enumerate(extras))
-        again = replace(level("again", begin, draw.randrange(1, 30)), kept=0)
+        again = replace(level("again", begin, draw.randrange(1, 30)), added_bytes=0)
         joined = i > 0 and draw.random() < 0.8 and not (fixed[i] or fixed[i - 1])
         return Unit(
             f"unit{i}",

@@ -101,14 +101,17 @@ def test_it_declines_and_says_why(device, monkeypatch, x):
 
 def test_few_segments_decline(monkeypatch):
     chain = llama_like(24)
-    units = [replace(u, movable=u.input_bytes, backward_ms=2 * u.forward_ms) for u in chain.units]
+    units = [
+        replace(unit, movable_bytes=unit.input_bytes, backward_ms=2 * unit.forward_ms)
+        for unit in chain.units
+    ]
     chain = replace(chain, units=tuple(units), to_host=1e12, to_device=1e12)
-    limit = 1.05 * least_peak(replace(chain, to_host=0.0)).peak
+    limit = 1.05 * least_peak(replace(chain, to_host=0.0)).peak_bytes
     choice = choose(chain, limit)
     count = sum(item.offloads for item in choice.outcome.items)
     assert count >= KEPT + 3
     assert not choice.declined
-    assert choice.outcome.extra < 0.98 * solve(replace(chain, to_host=0.0), limit).extra
+    assert choice.outcome.extra_ms < 0.98 * solve(replace(chain, to_host=0.0), limit).extra_ms
     monkeypatch.setattr(offloading, "FEWEST", count + 1)
     choice = choose(chain, limit)
     assert not any(item.offloads for item in choice.outcome.items)
@@ -132,7 +135,11 @@ def test_the_rates_of_copies(monkeypatch):
 
 def with_movable(chain, draw):
     units = (
-        replace(unit, movable=draw.randrange(unit.input_bytes + 1), backward_ms=draw.randrange(30))
+        replace(
+            unit,
+            movable_bytes=draw.randrange(unit.input_bytes + 1),
+            backward_ms=draw.randrange(30),
+        )
         for unit in chain.units
     )
     return replace(chain, units=tuple(units))
@@ -143,7 +150,7 @@ def offloaded_plans(chain):
     for items in every_plan(chain):
         choices = [
             [item, replace(item, offloads=True)]
-            if item.level is None and chain.units[item.start].movable
+            if item.level is None and chain.units[item.start].movable_bytes
             else [item]
             for item in items
         ]
@@ -157,18 +164,18 @@ def test_the_solver_against_every_plan():
         chain = with_movable(random_chain(draw, 2 + number % 3), draw)
         chain = replace(chain, to_host=draw.choice((2.0, 1e9)), to_device=draw.choice((2.0, 1e9)))
         outcomes = [simulate(chain, items) for items in offloaded_plans(chain)]
-        least = min(outcome.peak for outcome in outcomes)
-        assert least <= least_peak(chain).peak
-        slack = (KEPT + 1) * max(unit.movable for unit in chain.units)
-        for limit in (least_peak(chain).peak, least + slack, least + 2 * slack + 20):
+        least = min(outcome.peak_bytes for outcome in outcomes)
+        assert least <= least_peak(chain).peak_bytes
+        slack = (KEPT + 1) * max(unit.movable_bytes for unit in chain.units)
+        for limit in (least_peak(chain).peak_bytes, least + slack, least + 2 * slack + 20):
             solution = solve(chain, limit)
-            assert solution.peak <= limit
+            assert solution.peak_bytes <= limit
             assert solution == replace(
-                simulate(chain, solution.items), lower_bound=solution.lower_bound
+                simulate(chain, solution.items), lower_bound_ms=solution.lower_bound_ms
             )
-            best = min(outcome.extra for outcome in outcomes if outcome.peak <= limit)
-            assert solution.lower_bound <= best + 1e-9
-            sure = [outcome.extra for outcome in outcomes if outcome.peak <= limit - slack]
-            assert solution.extra <= min(sure, default=float("inf")) + 1e-9
+            best = min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= limit)
+            assert solution.lower_bound_ms <= best + 1e-9
+            sure = [outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= limit - slack]
+            assert solution.extra_ms <= min(sure, default=float("inf")) + 1e-9
             num_offloading += any(item.offloads for item in solution.items)
     assert num_offloading > 10

@@ -18,17 +18,18 @@ from torch import nn
 from fusedckpt import Plan
 from fusedckpt.memory import Phase
 from fusedckpt.planning import measure
-from fusedckpt.planning.meter import Reading, Times
+from fusedckpt.planning.meter import Reading
 from fusedckpt.planning.trials import Trials
+from fusedckpt.planning.whole_steps import Times
 
 
 def test_levels_that_keep_less_are_never_faster():
     model, x = transformer(2, fused=True), tokens()
     found = planned(model, x, policy="none")
     for unit in found.chain.units:
-        by_kept = sorted(unit.levels, key=lambda level: -level.kept)
-        assert by_kept[0].extra == 0 < by_kept[-1].extra
-        assert [level.extra for level in by_kept] == sorted(level.extra for level in by_kept)
+        by_kept = sorted(unit.levels, key=lambda level: -level.added_bytes)
+        assert by_kept[0].extra_ms == 0 < by_kept[-1].extra_ms
+        assert [level.extra_ms for level in by_kept] == sorted(level.extra_ms for level in by_kept)
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +47,7 @@ def test_the_claim_is_the_difference_of_steps_in_turns(monkeypatch, tmp_path):
         steps.append(plan.extra_ms > 0)
         return Times(30.0, 40.0 + len(steps)) if steps[-1] else Times(20.0, 30.0 + len(steps))
 
-    monkeypatch.setattr(Trials, "_ms", ms)
+    monkeypatch.setattr(Trials, "_times", ms)
     found = planned(Chain([nn.Linear(17, 17) for _ in range(3)]), torch.randn(8, 17), policy="all")
     # as many as end within the time for them
     assert steps == [False, True] * 3
@@ -67,7 +68,7 @@ def test_a_single_pair_of_steps_counts_as_much_as_the_units(monkeypatch, predict
     def ms(self, plan):
         return Times(100.0, 200.0 + times * plan.extra_ms)
 
-    monkeypatch.setattr(Trials, "_ms", ms)
+    monkeypatch.setattr(Trials, "_times", ms)
     found = planned(model, x, policy="all")
     extra = predicted[0]
     assert found.error_ms == pytest.approx(1.5 * (times - 1) * extra / 2**0.5)
@@ -91,7 +92,7 @@ def predicted(monkeypatch):
 def test_a_page_predicts_a_figure_that_steps_do_not_resolve(monkeypatch, predicted):
     model, x = Chain([nn.Linear(22, 22) for _ in range(3)]), torch.randn(8, 22)
     seconds = cycle([30.0, 34.0, 30.0, 40.0, 30.0, 25.0])
-    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(20.0, next(seconds)))
+    monkeypatch.setattr(Trials, "_times", lambda self, plan: Times(20.0, next(seconds)))
     found = planned(model, x, policy="all")
     # 4, 10 and -5 ms
     assert (found.rounds, found.extra_ms) == (0, pytest.approx(predicted[0]))
@@ -101,7 +102,7 @@ def test_a_page_predicts_a_figure_that_steps_do_not_resolve(monkeypatch, predict
 
 
 def test_what_is_recomputed_is_never_claimed_to_be_free(monkeypatch, predicted):
-    monkeypatch.setattr(Trials, "_ms", lambda self, plan: Times(1.0, 5.0 - (plan.extra_ms > 0)))
+    monkeypatch.setattr(Trials, "_times", lambda self, plan: Times(1.0, 5.0 - (plan.extra_ms > 0)))
     found = planned(Chain([nn.Linear(19, 19) for _ in range(3)]), torch.randn(8, 19), policy="all")
     assert found.rounds == 15
     assert found.extra_ms == pytest.approx(predicted[0] / 2)
@@ -109,7 +110,7 @@ def test_what_is_recomputed_is_never_claimed_to_be_free(monkeypatch, predicted):
 
 def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
     monkeypatch.setattr("fusedckpt.planning.trials.spare_bytes", lambda device: 0)
-    monkeypatch.setattr(Trials, "_ms", None)
+    monkeypatch.setattr(Trials, "_times", None)
     model, x = Chain([nn.Linear(18, 18) for _ in range(3)]), torch.randn(8, 18)
     found = planned(model, x, policy="all")
     assert found.rounds == 0 < found.extra_ms
@@ -121,10 +122,13 @@ def test_a_reading_of_units_that_were_not_called():
     names = ["begin", "forward", "enter 1", "leave 1", "returned", "backward", "back 1", "end"]
     phases = [Phase(name, 10 * i, 10 * i + 5, 1.0) for i, name in enumerate(names)]
     held = SimpleNamespace(
-        late=lambda: [0, 0, 0], inputs=[], kept_inputs=lambda: [], kept_constants=[]
+        late_bytes=lambda: [0, 0, 0],
+        inputs=[],
+        saved_inputs=lambda: [],
+        saved_constants=[],
     )
     reading = Reading(phases, held)
-    assert [reading.begin(i) for i in range(3)] == [20, 20, 40]
+    assert [reading.live_at_begin(i) for i in range(3)] == [20, 20, 40]
     assert (reading.peak("enter", 0), reading.peak("back", 0)) == (20, 0)
     # what comes behind the last unit is one phase
     assert (reading.peak("leave", 1), reading.ms("leave", 1)) == (55, 3.0)

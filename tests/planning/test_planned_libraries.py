@@ -98,7 +98,7 @@ def test_fused_attention_at_its_levels(kind):
     first, *others = found.chain.units[0].levels
     assert first.name == "preact"
     assert others
-    assert all(level.kept < first.kept for level in others)
+    assert all(level.added_bytes < first.added_bytes for level in others)
 
 
 @pytest.mark.parametrize("kind", ["llama", "own"])
@@ -118,7 +118,7 @@ def test_a_head_at_its_levels(kind):
     name, head = "lm_head" if kind == "llama" else "head", found.chain.units[-1]
     assert head.name == name
     first, last = head.level("preact"), head.level("inputs")
-    assert first.kept - last.kept == 4 * 128 * x.numel()
+    assert first.added_bytes - last.added_bytes == 4 * 128 * x.numel()
     assert (found.items[-1].level, found.items[-1].stop) == ("preact", 4)
     for budget in (found.measured_bytes, found.measured_bytes - 1):
         found = planned(model, budget=budget, **inputs)
@@ -133,7 +133,7 @@ def test_a_head_at_its_levels(kind):
     found = replace(found, items=items)
     found.apply(model)
     peak = fusedckpt.report(model, **inputs).peak_bytes
-    assert 0.99 <= simulate(found.chain, items).peak / peak <= 1.03
+    assert 0.99 <= simulate(found.chain, items).peak_bytes / peak <= 1.03
 
 
 class Headed(nn.Module):
@@ -158,14 +158,14 @@ def test_units_that_do_not_run_attention_again(fused):
     found = planned(model, x, policy="none")
     for unit in found.chain.units:
         level, least = unit.level("attention"), unit.level(unit.fastest.name)
-        assert 0 < level.kept < least.kept
-        assert 0 < level.extra <= unit.recomputed.extra
+        assert 0 < level.added_bytes < least.added_bytes
+        assert 0 < level.extra_ms <= unit.recomputed.extra_ms
     items = tuple(Item(i, i + 1, "attention") for i in range(3))
     found = replace(found, items=items)
     found.apply(model)
     assert_equal(step(model, x), unplanned)
     assert forwards_of_attention(lambda: step(model, x)) == 3
-    predicted = simulate(found.chain, items).peak
+    predicted = simulate(found.chain, items).peak_bytes
     assert 0.99 <= predicted / fusedckpt.report(model, x).peak_bytes <= 1.03
 
 

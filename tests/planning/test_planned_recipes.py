@@ -78,7 +78,7 @@ def test_a_plan_chooses_units_without_recipes():
 
     free = planned(policy="none")
     assert [item.level for item in free.items] == [NO_RECIPES] * BLOCKS
-    levels = {level.name: level.kept for level in free.chain.units[2].levels}
+    levels = {level.name: level.added_bytes for level in free.chain.units[2].levels}
     assert [*levels] == [NO_RECIPES, PLAIN]
     assert levels[PLAIN] < 0.7 * levels[NO_RECIPES]
     assert "saves no recipes" in str(free)

@@ -103,15 +103,17 @@ def test_peaks_are_as_predicted_and_steps_are_those_without_a_plan(name):
 def test_a_model_that_does_not_fit_is_measured_some_units_at_a_time(monkeypatch):
     model, x = transformer(3), tokens()
     whole = planned(model, x, policy="all").chain
-    steps, saving = [], Meter.saving
-    monkeypatch.setattr(Meter, "saving", lambda self, *a: steps.append(a[1]) or saving(self, *a))
+    steps, saving = [], Meter.at_levels
+    monkeypatch.setattr(Meter, "at_levels", lambda self, *a: steps.append(a[1]) or saving(self, *a))
     monkeypatch.setattr("fusedckpt.planning.measure.spare_bytes", lambda device: 0)
     parts = planned(model, x, policy="all").chain
     # where all is saved, and where all but attention is recomputed
     assert steps == 2 * [[0], [1], [2]]
     for one, other in zip(whole.units, parts.units, strict=True):
         ours, theirs = one.levels[0], other.levels[0]
-        assert (ours.kept, ours.backward) == pytest.approx((theirs.kept, theirs.backward), rel=0.01)
+        assert (ours.added_bytes, ours.backward_peak) == pytest.approx(
+            (theirs.added_bytes, theirs.backward_peak), rel=0.01
+        )
 
 
 def noisy() -> nn.Sequential:

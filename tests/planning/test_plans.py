@@ -18,7 +18,8 @@ from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.planning import roles
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
-from fusedckpt.planning.solver import by_rule, solve
+from fusedckpt.planning.rules import by_rule
+from fusedckpt.planning.solver import solve
 from fusedckpt.reporting.tables import enough
 
 
@@ -30,7 +31,9 @@ def plan() -> Plan:
     level = found.chain.units[3].levels[-1].name
     items = Item(0, 1), Item(1, 3), Item(3, 4, level)
     outcome = simulate(found.chain, items)
-    return replace(found, items=items, predicted_bytes=outcome.peak, extra_ms=outcome.extra)
+    return replace(
+        found, items=items, predicted_bytes=outcome.peak_bytes, extra_ms=outcome.extra_ms
+    )
 
 
 def assert_same(a, b) -> None:
@@ -175,7 +178,7 @@ def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     found = {}
     for name in ("none", "all", "uniform:4"):
         outcome = by_rule(chain, name)
-        peak, extra = outcome.peak, outcome.extra
+        peak, extra = outcome.peak_bytes, outcome.extra_ms
         found[name] = str(Plan("Net", name, None, chain, outcome.items, peak, extra, 0.0))
     assert all(text.count("blocks.0 to blocks.11") == 1 for text in found.values())
     assert "12 x 390.6 KiB" in found["none"]
@@ -184,9 +187,9 @@ def test_text_folds_what_is_alike_and_names_budgets_that_hold():
     least = re.search("least feasible +([^:]*)", found["all"])[1]
     # which raises where it is too little
     budget = bytes_of("plan", least, torch.device("cpu"))
-    assert solve(chain, budget).peak <= budget
+    assert solve(chain, budget).peak_bytes <= budget
     everything = re.search("save everything +(.*)", found["all"])[1]
-    assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra == 0
+    assert solve(chain, bytes_of("plan", everything, torch.device("cpu"))).extra_ms == 0
 
 
 def test_units_save_what_autograd_saves():
@@ -194,7 +197,7 @@ def test_units_save_what_autograd_saves():
     model = nn.Sequential(*blocks).to(DEVICE)
     found = fusedckpt.plan(model, randn(16, 8), policy="none", progress=False)
     # x and the hidden layer, not less by the random states of a checkpoint
-    assert found.chain.kept_by(found.items[1]) == 16 * (8 + 32) * 4
+    assert found.chain.saved_by(found.items[1]) == 16 * (8 + 32) * 4
 
 
 def test_a_plan_in_checkpoint_sequential():
@@ -225,7 +228,7 @@ def axes_of(plan):
 
 @pytest.mark.parametrize("times", [0.5, 1.1, 1e6])
 def test_a_budget_far_above_all_points_does_not_collapse_them(plan, times, tmp_path):
-    most = by_rule(plan.chain, "none").peak
+    most = by_rule(plan.chain, "none").peak_bytes
     plain, found = axes_of(plan), axes_of(replace(plan, budget_bytes=int(times * most)))
     assert found[0].get_xlim()[1] <= 1.3 * plain[0].get_xlim()[1]
     assert found[1].get_ylim()[1] <= 1.3 * plain[1].get_ylim()[1]

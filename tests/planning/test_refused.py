@@ -279,7 +279,7 @@ def test_a_hopeless_budget_is_not_tried(monkeypatch):
     """What takes more may not fit the device at all."""
     monkeypatch.setattr("fusedckpt.planning.trials.spare_bytes", lambda device: 0)
     tried = []
-    monkeypatch.setattr(Trials, "tried", lambda self, found: tried.append(found))
+    monkeypatch.setattr(Trials, "try_plan", lambda self, found: tried.append(found))
     with pytest.raises(ValueError, match="plan: the least feasible budget is"):
         planned(transformer(2), tokens(), budget="10KiB")
     assert not tried

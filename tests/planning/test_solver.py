@@ -11,7 +11,9 @@ from random_chains import llama_like, random_chain
 from support import calls
 
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
-from fusedckpt.planning.solver import by_rule, least_peak, solve, starts_of
+from fusedckpt.planning.rules import by_rule
+from fusedckpt.planning.solver import least_peak, solve
+from fusedckpt.planning.starts import starts_of
 
 
 def every_plan(chain: Chain):
@@ -33,22 +35,22 @@ def every_plan(chain: Chain):
 def replay(chain: Chain, items) -> tuple[int, float]:
     """Return peak and extra time of a plan, from the tensors that live in every phase."""
     # by unit, bytes more than in a step in which every unit is in a checkpoint of its own
-    more, peaks, extra = [0] * len(chain.units), [chain.before, chain.after], 0.0
+    more, peaks, extra = [0] * len(chain.units), [chain.peak_before, chain.peak_after], 0.0
     # by unit, random states and arguments that live as long as its segment
-    lasting = [chain.states + unit.unsaved_constants for unit in chain.units]
+    lasting = [chain.random_state_bytes + unit.unsaved_constants for unit in chain.units]
     for item in items:
         for i in range(item.start, item.stop):
             unit = chain.units[i]
             level = unit.recomputed if item.level is None else unit.level(item.level)
-            peaks.append(level.forward + sum(more[:i]))
+            peaks.append(level.forward_peak + sum(more[:i]))
             is_inside = item.level is None and i > item.start
-            more[i] = -unit.freed_in_segment if is_inside else level.kept
+            more[i] = -unit.freed_in_segment if is_inside else level.added_bytes
             peaks.append(unit.peak_until_next + sum(more[: i + 1]))
     for item in items[::-1]:
         if item.level is not None:
             level = chain.units[item.start].level(item.level)
-            peaks.append(level.backward + sum(more[: item.start]))
-            extra += level.extra
+            peaks.append(level.backward_peak + sum(more[: item.start]))
+            extra += level.extra_ms
             continue
         last = item.stop - 1
         # its argument, whatever the first unit saves
@@ -56,22 +58,24 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         more[0] += held
         for i in range(item.start, last):
             unit = chain.units[i]
-            runs = unit.in_segment.forward - unit.live_at_begin
+            runs = unit.in_segment.forward_peak - unit.live_at_begin
             peaks.append(chain.units[last].live_at_gradient + sum(more[: last + 1]) + runs)
             # it has its intermediates again, beside what the segment keeps; the next one its input
-            more[i] += unit.in_segment.kept + lasting[i]
+            more[i] += unit.in_segment.added_bytes + lasting[i]
             more[i + 1] += chain.units[i + 1].freed_in_segment
             extra += unit.forward_ms
         end = chain.units[last]
-        backward = end.recomputed.backward
+        backward = end.recomputed.backward_peak
         if last > item.start and end.unsaved_input:
-            runs = end.live_at_gradient + end.in_segment.forward - end.live_at_begin
-            backward = min(backward, max(runs, end.in_segment.backward + lasting[last]))
+            runs = end.live_at_gradient + end.in_segment.forward_peak - end.live_at_begin
+            backward = min(backward, max(runs, end.in_segment.backward_peak + lasting[last]))
         peaks.append(backward + sum(more[:last]))
-        extra += chain.units[last].recomputed.extra
+        extra += chain.units[last].recomputed.extra_ms
         for i in reversed(range(item.start, last)):
             held_until_the_end = held * (i == 0) + sum(lasting[i : last + 1])
-            peaks.append(chain.units[i].in_segment.backward + sum(more[:i]) + held_until_the_end)
+            peaks.append(
+                chain.units[i].in_segment.backward_peak + sum(more[:i]) + held_until_the_end
+            )
         more[0] -= held
     return max(peaks), extra
 
@@ -83,19 +87,19 @@ def test_the_simulator_and_the_solver_agree_with_a_replay_of_every_plan():
         plans = [(items, replay(chain, items)) for items in every_plan(chain)]
         for items, outcome in plans[:: 1 + len(plans) // 20]:
             found = simulate(chain, items)
-            assert (found.peak, found.extra) == pytest.approx(outcome)
+            assert (found.peak_bytes, found.extra_ms) == pytest.approx(outcome)
         outcomes = [outcome for _, outcome in plans]
         least, most = min(outcomes)[0], max(outcomes)[0]
         plan = least_peak(chain)
-        assert (plan.peak, plan.extra) == pytest.approx(min(outcomes))
+        assert (plan.peak_bytes, plan.extra_ms) == pytest.approx(min(outcomes))
         with pytest.raises(ValueError, match=f"is {least} bytes, got {least - 1}"):
             solve(chain, least - 1)
         for budget in (least, draw.randint(least, most), (least + most) // 2):
             plan = solve(chain, budget)
             expected = min(extra for peak, extra in outcomes if peak <= budget)
-            assert replay(chain, plan.items) == pytest.approx((plan.peak, plan.extra))
-            assert plan.peak <= budget
-            assert (plan.extra, plan.lower_bound) == pytest.approx((expected, expected))
+            assert replay(chain, plan.items) == pytest.approx((plan.peak_bytes, plan.extra_ms))
+            assert plan.peak_bytes <= budget
+            assert (plan.extra_ms, plan.lower_bound_ms) == pytest.approx((expected, expected))
 
 
 def test_a_peak_worked_out_by_hand():
@@ -104,7 +108,7 @@ def test_a_peak_worked_out_by_hand():
     levels = Level("plain", 6, 0.0, 116, 118), Level("plain", 3, 0.0, 117, 119)
     a = Unit("a", levels[:1], again[0], levels[0], 3.0, 4, 0, 104, 111, 110)
     b = Unit("b", levels[1:], again[1], levels[1], 2.0, 5, 5, 109, 112, 110, joined=True)
-    chain = Chain((a, b), base=100)
+    chain = Chain((a, b), resident_bytes=100)
     for items, expected in (
         # b's backward, and the 6 bytes of a
         ([Item(0, 1, "plain"), Item(1, 2, "plain")], (125, 0, "backward of b")),
@@ -113,12 +117,12 @@ def test_a_peak_worked_out_by_hand():
         ([Item(0, 2)], (126, 4, "recompute of b")),
     ):
         found = simulate(chain, items)
-        assert (found.peak, found.extra, found.where) == expected
-        slower = simulate(replace(chain, slower=2.0), items)
-        assert (slower.peak, slower.extra) == (found.peak, 2 * found.extra)
-        assert solve(replace(chain, slower=2.0), found.peak).extra <= slower.extra
+        assert (found.peak_bytes, found.extra_ms, found.where) == expected
+        slower = simulate(replace(chain, slowdown=2.0), items)
+        assert (slower.peak_bytes, slower.extra_ms) == (found.peak_bytes, 2 * found.extra_ms)
+        assert solve(replace(chain, slowdown=2.0), found.peak_bytes).extra_ms <= slower.extra_ms
     for wrong, told in (
-        ([Item(0, 1), Item(0, 1)], "starts at unit 1 was expected"),
+        ([Item(0, 1), Item(0, 1)], "expected an item that starts at unit 1"),
         ([Item(0, 1)], "covers 1 of 2 units"),
         ([Item(0, 1, "preact"), Item(1, 2)], "a has no level 'preact'"),
         ([Item(0, 2, "plain")], "may be in one segment"),
@@ -132,14 +136,14 @@ def test_a_peak_worked_out_by_hand():
 @pytest.mark.parametrize("count", [1, 6, 30])
 def test_more_budget_never_costs_time(count):
     for chain in (random_chain(random.Random(count), count, most=10**6), llama_like(count)):
-        least, most = least_peak(chain).peak, by_rule(chain, "none").peak
+        least, most = least_peak(chain).peak_bytes, by_rule(chain, "none").peak_bytes
         budgets = [least + (most - least) * share // 12 for share in range(14)]
         plans = [*(solve(chain, budget) for budget in budgets), solve(chain, math.inf)]
-        extras = [plan.extra for plan in plans]
+        extras = [plan.extra_ms for plan in plans]
         assert extras == sorted(extras, reverse=True)
-        assert (extras[-1], plans[0].peak) == (0, least)
+        assert (extras[-1], plans[0].peak_bytes) == (0, least)
         rule = by_rule(chain, "sqrt")
-        assert solve(chain, rule.peak).extra <= rule.extra
+        assert solve(chain, rule.peak_bytes).extra_ms <= rule.extra_ms
     with pytest.raises(ValueError, match=f"least feasible budget is {least} bytes, got nan"):
         solve(chain, math.nan)
 
@@ -167,10 +171,10 @@ def test_bytes_have_no_unit():
     draw = random.Random(7)
     for count in (5, 20, 60):
         chain = random_chain(draw, count, most=10**4)
-        budget = (least_peak(chain).peak + by_rule(chain, "none").peak) // 2
+        budget = (least_peak(chain).peak_bytes + by_rule(chain, "none").peak_bytes) // 2
         plan, larger = solve(chain, budget), solve(scaled(chain, 977), 977 * budget)
-        assert larger.extra == pytest.approx(plan.extra, rel=1e-9)
-        assert larger.peak <= 977 * budget
+        assert larger.extra_ms == pytest.approx(plan.extra_ms, rel=1e-9)
+        assert larger.peak_bytes <= 977 * budget
 
 
 @pytest.mark.parametrize(
@@ -179,29 +183,29 @@ def test_bytes_have_no_unit():
 )
 def test_is_quick_and_near_the_bound(count, most, noise):
     chain = llama_like(count, noise)
-    budget = by_rule(chain, "none").peak // 4
+    budget = by_rule(chain, "none").peak_bytes // 4
     found = []
     # a million calls take about two seconds
     assert calls(lambda: found.append(solve(chain, budget))) < most
     (plan,) = found
-    assert plan.peak <= budget
-    assert 0 < plan.lower_bound <= plan.extra <= 1.002 * plan.lower_bound
+    assert plan.peak_bytes <= budget
+    assert 0 < plan.lower_bound_ms <= plan.extra_ms <= 1.002 * plan.lower_bound_ms
     if count == 100:
         rule = by_rule(chain, "sqrt")
-        assert solve(chain, rule.peak).extra < 0.85 * rule.extra
+        assert solve(chain, rule.peak_bytes).extra_ms < 0.85 * rule.extra_ms
 
 
 def test_bounds_hold_where_ways_are_dropped():
     draw = random.Random(9)
     for _ in range(60):
         chain = random_chain(draw, draw.randint(4, 7))
-        least, most = least_peak(chain).peak, by_rule(chain, "none").peak
+        least, most = least_peak(chain).peak_bytes, by_rule(chain, "none").peak_bytes
         budget = (2 * least + max(least, most)) // 3
         exact = solve(chain, budget)
         narrow = solve(chain, budget, widths=(2,))
-        assert exact.lower_bound == exact.extra
-        assert narrow.lower_bound <= exact.extra + 1e-9
-        assert exact.extra <= narrow.extra + 1e-9
+        assert exact.lower_bound_ms == exact.extra_ms
+        assert narrow.lower_bound_ms <= exact.extra_ms + 1e-9
+        assert exact.extra_ms <= narrow.extra_ms + 1e-9
 
 
 def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
@@ -235,12 +239,12 @@ def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_agrees_with_an_integer_program(share):
     chain = llama_like(32)
-    budget = int(share * by_rule(chain, "none").peak)
+    budget = int(share * by_rule(chain, "none").peak_bytes)
     plan = solve(chain, budget)
     best, bound = integer_program(chain, budget)
     # its plans are some of ours: none beats our bound, nor our plan by more than our gap
-    assert best >= plan.lower_bound * (1 - 1e-9)
-    assert plan.extra <= best + (plan.extra - plan.lower_bound) + 1e-9
+    assert best >= plan.lower_bound_ms * (1 - 1e-9)
+    assert plan.extra_ms <= best + (plan.extra_ms - plan.lower_bound_ms) + 1e-9
     assert bound <= best
 
 

@@ -1,0 +1,83 @@
+"""How long the tensors live that units get and make in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from fusedckpt.memory import nbytes_of, storage_ref
+
+
+class Lifetimes:
+    """The tensors that units get and make in a step, and the markers at which they are gone.
+
+    A caller may hold a tensor that no backward needs for longer than the unit runs, as the forward
+    of an nn.Sequential holds its argument. It is gone when the model returns.
+    """
+
+    def __init__(self, num_units: int):
+        self._num_units = num_units
+        # the storages that any unit has got so far
+        self._taken = set[StorageWeakRef]()
+        # by unit, the storages of its arguments that require grad
+        self._inputs: list[list[StorageWeakRef]] = [[] for _ in range(num_units)]
+        # the bytes of the same
+        self.inputs: list[list[int]] = [[] for _ in range(num_units)]
+        # by storage: the marker from which on nothing has to hold it, and its bytes
+        self._since: dict[StorageWeakRef, tuple[int, int]] = {}
+        # by storage, the marker at which it was first gone
+        self._gone: dict[StorageWeakRef, int] = {}
+        # by unit, the storages of its arguments that do not require grad, and their bytes
+        self._constants: list[dict[StorageWeakRef, int]] = [{} for _ in range(num_units)]
+        # by unit, the bytes of the same where a storage lives until backward, else 0; a storage
+        # counts for the last unit that gets it
+        self.saved_constants: list[list[int]] = [[] for _ in range(num_units)]
+
+    def note_arguments(self, i: int, tensors: Iterable[Tensor]) -> None:
+        """Note the tensors that unit i gets, as it begins."""
+        all_tensors = [*tensors]
+        trained = [x for x in all_tensors if x.requires_grad]
+        self.note_gone(i)
+        self._constants[i] = {
+            storage_ref(x): nbytes_of([x]) for x in all_tensors if not x.requires_grad
+        }
+        self._inputs[i] = [*map(storage_ref, trained)]
+        self.inputs[i] = [nbytes_of([x]) for x in trained]
+        for x, storage in zip(trained, self._inputs[i], strict=True):
+            # a tensor that a unit makes for another is for the first that gets it to hold
+            if storage not in self._taken:
+                self._since[storage] = i + 1, nbytes_of([x])
+            self._taken.add(storage)
+
+    def note_outputs(self, i: int, tensors: Iterable[Tensor]) -> None:
+        """Note the tensors that unit i returns."""
+        for x in tensors:
+            if x.requires_grad:
+                self._since.setdefault(storage_ref(x), (i + 1, nbytes_of([x])))
+
+    def note_gone(self, marker: int) -> None:
+        """Note the tensors that are gone by now; marker: the number of a unit, or of all units."""
+        for storage in self._since:
+            if storage not in self._gone and storage.expired():
+                self._gone[storage] = marker
+        if marker == self._num_units:
+            last = {storage: i for i, row in enumerate(self._constants) for storage in row}
+            self.saved_constants = [
+                [nbytes * (last[x] == i and not x.expired()) for x, nbytes in row.items()]
+                for i, row in enumerate(self._constants)
+            ]
+
+    def saved_inputs(self) -> list[list[bool]]:
+        """Return by unit whether each of its arguments that require grad lives until backward."""
+        return [[storage not in self._gone for storage in storages] for storages in self._inputs]
+
+    def late_bytes(self) -> list[int]:
+        """Return by marker the bytes of tensors that live there, and are gone before backward."""
+        late = [0] * (self._num_units + 1)
+        for storage, gone in self._gone.items():
+            since, nbytes = self._since[storage]
+            for marker in range(since, gone):
+                late[marker] += nbytes
+        return late
