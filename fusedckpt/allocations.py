@@ -27,10 +27,13 @@ _ALLOC, _FREE = "alloc", "free_requested"
 
 
 class Change(NamedTuple):
-    """An allocation of `nbytes`, or the free of a block of `-nbytes`, at `time_ns`."""
+    """An allocation, or a free."""
 
+    # of the profiler's clock
     time_ns: int
+    # of the block's first byte
     address: int
+    # of the block, below 0 for a free
     nbytes: int
 
 
@@ -75,7 +78,8 @@ def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Profi
 
 def _flat(events: Sequence[Any]) -> list[Any]:
     """Return events of a tree, each before those within it."""
-    flat, waiting = [], [*reversed(events)]
+    flat = []
+    waiting = [*reversed(events)]
     while waiting:
         event = waiting.pop()
         flat.append(event)

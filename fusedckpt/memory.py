@@ -45,17 +45,27 @@ Mark = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """One storage saved for backward."""
+    """A storage saved for backward."""
 
     # its size, in bytes
     nbytes: int
-    # the dtype and shape of the first tensor that was saved from it
+    # the dtype of the first tensor that was saved from it
     dtype: str
+    # the shape of that tensor
     shape: tuple[int, ...]
     # the name of the module that saved it first
     owner: str
-    # the names of those that saved it too, in order
+    # the names of other modules that saved it, in order
     sharers: tuple[str, ...]
+
+
+class _Saved(NamedTuple):
+    """A storage, as the first tensor shows it that was saved from it."""
+
+    # of the whole storage
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
 
 
 class SavedTensors:
@@ -67,28 +77,31 @@ class SavedTensors:
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
         self._excluded = set(map(storage_key, storages_of(exclude)))
         self._owner = owner
-        self._kept: dict[int, tuple[int, str, tuple[int, ...]]] = {}
-        self._keepers: dict[int, dict[str, None]] = {}
+        # by storage
+        self._saved: dict[int, _Saved] = {}
+        # by storage, the modules that saved it, in order
+        self._owners: dict[int, dict[str, None]] = {}
         # a weak reference keeps the address from being used again for another storage, but not the
         # memory, which would raise the peak of the backward
         self._references: list[tuple[StorageWeakRef, int]] = []
-        # addresses of memory that is accounted for elsewhere when the forward is done
-        self.known: set[int] = set()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all saved storages, each counted once."""
-        return sum(nbytes for nbytes, _, _ in self._kept.values())
+        return sum(saved.nbytes for saved in self._saved.values())
 
     def holds(self, storage: StorageWeakRef) -> bool:
         """Whether a storage is among the saved ones."""
-        return storage.cdata in self._kept
+        return storage.cdata in self._saved
 
     @property
     def storages(self) -> tuple[SavedStorage, ...]:
         """The saved storages, in order."""
-        keepers = ((kept, *self._keepers[key]) for key, kept in self._kept.items())
-        return tuple(SavedStorage(*kept, owner, tuple(rest)) for kept, owner, *rest in keepers)
+        storages = list[SavedStorage]()
+        for key, saved in self._saved.items():
+            owner, *sharers = self._owners[key]
+            storages.append(SavedStorage(*saved, owner, tuple(sharers)))
+        return tuple(storages)
 
     @property
     def addresses(self) -> set[int]:
@@ -99,9 +112,9 @@ class SavedTensors:
         # autograd keeps views of parameters too, such as weight.t()
         owner = _sharded(tensor)
         owner = owner if owner._base is None else owner._base
-        given = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
+        is_leaf = isinstance(owner, nn.Parameter) or (owner.requires_grad and owner.is_leaf)
         for part in strided(tensor):
-            if not given and storage_key(part.untyped_storage()) not in self._excluded:
+            if not is_leaf and storage_key(part.untyped_storage()) not in self._excluded:
                 self._add(part)
         # an output packed as it is would hold its own node: a cycle that is never freed
         return tensor.detach()
@@ -109,11 +122,11 @@ class SavedTensors:
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(storage)
-        if key not in self._kept:
+        if key not in self._saved:
             self._references.append((StorageWeakRef(storage), _address(storage)))
             dtype = str(tensor.dtype).removeprefix("torch.")
-            self._kept[key] = (storage.nbytes(), dtype, tuple(tensor.shape))
-        self._keepers.setdefault(key, {})[self._owner()] = None
+            self._saved[key] = _Saved(storage.nbytes(), dtype, tuple(tensor.shape))
+        self._owners.setdefault(key, {})[self._owner()] = None
 
 
 # the parts that hold the memory of a sparse or nested tensor
@@ -196,10 +209,13 @@ def saved_tensors(
 
 
 class Phase(NamedTuple):
-    """From one marker to the next: live bytes at its start, the most in between, and ms."""
+    """The part of a run from a marker to the next one."""
 
+    # of the marker at its start
     name: str
+    # live bytes at its start
     start: int
+    # the most live bytes in it
     peak: int
     ms: float
 
@@ -216,10 +232,11 @@ def peak_bytes(fn: Callable[[], Any], device: torch.device | str = "cpu") -> int
 
 def phases_of(run: Callable[[Mark], Any], device: torch.device, resident: int = 0) -> list[Phase]:
     """Run a function that sets markers, return its phases; resident: live bytes as it begins."""
-    return (_on_cuda if device.type == "cuda" else _on_cpu)(run, device, resident)
+    read = _phases_on_cuda if device.type == "cuda" else _phases_on_cpu
+    return read(run, device, resident)
 
 
-def _on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
+def _phases_on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
     def mark(name: str) -> None:
         with record_function(_MARK + name):
             pass
@@ -233,37 +250,50 @@ def _on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: int) -> 
     entries += [(change.time_ns, change.nbytes, "") for change in profile.changes]
     # of one time, a marker comes last
     entries.sort(key=lambda entry: (entry[0], not entry[1]))
-    found = list[Phase]()
-    name, since, start, peak, live = "", 0, resident, resident, resident
+    phases = list[Phase]()
+    live = resident
+    # of the phase that runs
+    name = ""
+    since_ns = 0
+    start = resident
+    peak = resident
     for time_ns, nbytes, marked in entries:
         if nbytes:
             live += nbytes
             peak = max(peak, live)
         else:
-            found.append(Phase(name, start, peak, (time_ns - since) / 1e6))
-            name, since, start, peak = marked, time_ns, live, live
+            phases.append(Phase(name, start, peak, (time_ns - since_ns) / 1e6))
+            name = marked
+            since_ns = time_ns
+            start = live
+            peak = live
     # events before the first marker are the profiler's
-    return found[1:]
+    return phases[1:]
 
 
-def _on_cuda(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
+def _phases_on_cuda(run: Callable[[Mark], Any], device: torch.device, resident: int) -> list[Phase]:
     count = f"{allocator_count()}.all"
     open_workspaces(device)
-    found, last = list[Phase](), ("begin", seconds(device), resident)
-    first = torch.cuda.memory_stats(device)[f"{count}.current"]
+    phases = list[Phase]()
+    phase = Phase("begin", start=resident, peak=resident, ms=0.0)
+    since = seconds(device)
+    # bytes that the allocator counts and `resident` does not
+    other = torch.cuda.memory_stats(device)[f"{count}.current"] - resident
     torch.cuda.reset_peak_memory_stats(device)
 
     def mark(name: str) -> None:
-        nonlocal last
-        now, stats = seconds(device), torch.cuda.memory_stats(device)
-        live, peak = (stats[f"{count}.{x}"] - first for x in ("current", "peak"))
-        found.append(Phase(last[0], last[2], peak + resident, 1e3 * (now - last[1])))
+        nonlocal phase, since
+        now = seconds(device)
+        stats = torch.cuda.memory_stats(device)
+        live, peak = (stats[f"{count}.{x}"] - other for x in ("current", "peak"))
+        phases.append(phase._replace(peak=peak, ms=1e3 * (now - since)))
         torch.cuda.reset_peak_memory_stats(device)
-        last = name, now, live + resident
+        phase = Phase(name, start=live, peak=live, ms=0.0)
+        since = now
 
     run(mark)
     mark("")
-    return found
+    return phases
 
 
 def seconds(device: torch.device) -> float:

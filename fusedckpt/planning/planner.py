@@ -23,10 +23,15 @@ from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.survey import Survey, survey
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_count, check_model, default_units, unit_names
-from fusedckpt.reporting.memory_report import check_step
 from fusedckpt.reporting.out_of_memory import note_plan
 from fusedckpt.reporting.progress import progress
-from fusedckpt.reporting.step import Step, check_sparse, default_loss, optimizers_of
+from fusedckpt.reporting.step import (
+    Step,
+    check_sparse,
+    check_step,
+    default_loss,
+    optimizers_of,
+)
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
 
 

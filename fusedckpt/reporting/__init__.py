@@ -1,4 +1,11 @@
 """`report`: runs one training step as a trial, and says where its memory goes.
 
-A step goes trial -> step -> timeline -> memory_report; tables and plots are drawn of that.
+    trial, containers   back the model up, and put it back afterwards
+    step                the step: forward, loss, backward, optimizer
+    timeline            the profiler's events -> live bytes at every moment, by phase and module
+    memory_report       the same, with the tensors that autograd saves: a MemoryReport
+    memory_text, memory_plot   print and draw it (tables, figure)
+
+`estimate` takes the same step on tensors without memory (without_memory); `report_on_oom` reads
+the allocator's history of a step that failed (out_of_memory).
 """

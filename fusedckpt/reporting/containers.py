@@ -53,7 +53,8 @@ def parts_of(value: Any) -> list[Any]:
 
 def nested(tree: Any) -> Iterator[Any]:
     """Yield an object and those inside it, each object but data once."""
-    seen, todo = dict[int, Any](), [tree]
+    seen = dict[int, Any]()
+    todo = [tree]
     while todo:
         value = todo.pop()
         if type(value) not in ATOMS:
@@ -68,14 +69,14 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object that is data: of its `__dict__` and its slots."""
     if type(value) in _BUILT_IN or isinstance(value, _OPAQUE) or callable(value):
         return {}
-    found = dict(getattr(value, "__dict__", {}))
+    attributes = dict(getattr(value, "__dict__", {}))
     for name, slot in _slots_of(type(value)).items():
         try:
-            found[name] = slot.__get__(value)
+            attributes[name] = slot.__get__(value)
         except AttributeError:
             # it has no value yet
             continue
-    return found
+    return attributes
 
 
 def restorer(value: Any) -> Callable[[], None]:
@@ -87,17 +88,18 @@ def restorer(value: Any) -> Callable[[], None]:
         return _restorer_of_items(type(value), value)
     if isinstance(value, _WEAK):
         return _restorer_of_weak(value)
-    base, attributes = _base_of(value), attributes_of(value)
+    base = _base_of(value)
+    attributes = attributes_of(value)
     before = [] if base is None else _pairs(base, value)
-    is_own = base is None and isinstance(value, MutableMapping) and not _has_data(value)
-    own = [*value.items()] if is_own else []
+    is_mapping = base is None and isinstance(value, MutableMapping) and not _has_data(value)
+    items = [*value.items()] if is_mapping else []
 
     def restore() -> None:
         if base is not None and not _are_same(before, _pairs(base, value)):
             _refill(base, value, before)
-        if is_own and not _are_same(own, [*value.items()]):
+        if is_mapping and not _are_same(items, [*value.items()]):
             value.clear()
-            value.update(own)
+            value.update(items)
         _set_attributes(value, attributes)
 
     return restore
@@ -257,8 +259,9 @@ def _set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
         elif name in present:
             slot.__delete__(value)
     if hasattr(value, "__dict__"):
-        own = {name: x for name, x in attributes.items() if name not in slots}
-        refill_dict(value.__dict__, own)
+        refill_dict(
+            value.__dict__, {name: x for name, x in attributes.items() if name not in slots}
+        )
 
 
 def _is_alive(part: Any) -> bool:

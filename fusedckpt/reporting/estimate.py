@@ -49,26 +49,32 @@ class Estimate:
     model: str
     # dtypes and shapes of the inputs
     inputs: str
+    # of all parameters
     parameter_bytes: int
-    # of the parameters that are trained
+    # of the gradients of the parameters that are trained
     gradient_bytes: int
     # the class of the optimizer
     optimizer: str
+    # of its state
     optimizer_bytes: int
+    # of a step before `fuse`
     eager: StepEstimate
+    # of a step after `fuse`
     fused: StepEstimate
     # of `fuse` on the model
     report: FuseReport
 
     def __str__(self) -> str:
-        ways, optimizer = (self.eager, self.fused), f"state of {self.optimizer}"
-        rows = [
-            ("parameters", *[size(self.parameter_bytes)] * 2),
-            ("gradients", *[size(self.gradient_bytes)] * 2),
-            (optimizer, *[size(self.optimizer_bytes)] * 2),
-            ("saved for backward", *(size(way.saved_bytes) for way in ways)),
-            ("peak, at least", *(size(way.least_peak_bytes) for way in ways)),
+        eager = self.eager
+        fused = self.fused
+        rows_of_bytes = [
+            ("parameters", self.parameter_bytes, self.parameter_bytes),
+            ("gradients", self.gradient_bytes, self.gradient_bytes),
+            (f"state of {self.optimizer}", self.optimizer_bytes, self.optimizer_bytes),
+            ("saved for backward", eager.saved_bytes, fused.saved_bytes),
+            ("peak, at least", eager.least_peak_bytes, fused.least_peak_bytes),
         ]
+        rows = [(name, size(before), size(after)) for name, before, after in rows_of_bytes]
         head = f"Estimate of a training step of {self.model}, {self.inputs}; nothing was allocated"
         return "\n".join((head, table(("", "eager", "fused"), rows, numbers=(1, 2)), *_UNKNOWN))
 
@@ -117,7 +123,8 @@ def estimate(
         else:
             kwargs = _tokens(model, batch, seq)
     step = _step(model.train(), args, kwargs, kind)
-    name, eager = type(model).__name__, _taken(step, run)
+    name = type(model).__name__
+    eager = _estimated(step, run)
     report = fuse(model)
     return Estimate(
         model=name,
@@ -127,7 +134,7 @@ def estimate(
         optimizer=optimizer,
         optimizer_bytes=nbytes_of(step.state()),
         eager=eager,
-        fused=_taken(step, run),
+        fused=_estimated(step, run),
         report=report,
     )
 
@@ -147,7 +154,7 @@ def _step(model: nn.Module, args: Any, kwargs: Any, kind: type[Optimizer]) -> St
     return Step(model, args, kwargs, default_loss, (optimizer,), caller="estimate")
 
 
-def _taken(step: Step, run: MetaRun) -> StepEstimate:
+def _estimated(step: Step, run: MetaRun) -> StepEstimate:
     """Take a step on meta tensors, and return its bytes."""
     held = [*step.parameters(), *step.model.buffers(), *step.inputs(), *step.state()]
     run.begin(held)
@@ -162,7 +169,7 @@ def _taken(step: Step, run: MetaRun) -> StepEstimate:
 
     try:
         with on_meta(run), torch.enable_grad():
-            step.take(lambda phase: None, held, around=counted())
+            step.take(lambda phase: None, held, forward_context=counted())
     except Exception as error:  # arbitrary user code
         name = type(step.model).__name__
         raise ValueError(
@@ -177,8 +184,8 @@ def _taken(step: Step, run: MetaRun) -> StepEstimate:
 def _line(error: BaseException) -> str:
     """Return the innermost line outside of torch and this library."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
-    frame = (theirs or frames)[-1]
+    outside = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    frame = (outside or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"
 
 

@@ -1,4 +1,4 @@
-"""How figures look, all alike."""
+"""The look of all figures, and the file that they are written to."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fusedckpt.reporting.timeline import Moment
 # whose module imports this one
 MemoryReport: TypeAlias = Any
 
-# modules drawn; the rest is one bar
+# modules drawn; the others are one bar
 _MOST = 14
 _MIB = 2**20
 _KINDS = {
@@ -29,13 +29,14 @@ _KINDS = {
 
 def draw_memory(report: MemoryReport, path: str | Path) -> None:
     """Write the figure in the format that the path's ending names."""
-    rect, title = (0.005, 0.01, 0.99, 0.86), f"{report.model} on {report.device}"
+    # the axes leave room for two lines of title
+    rect = (0.005, 0.01, 0.99, 0.86)
     with panels(path, "MemoryReport.plot", rect, width_ratios=(5, 6)) as (figure, axes):
         _draw_modules(axes[0], by_layer(report.saved_by_module))
         _draw_timeline(axes[1], report.timeline, report.live_by_kind)
         sizes = {**report.sizes, "live before the step": report.resident_bytes}
         subtitle = ", ".join(f"{kind} {size(n)}" for kind, n in sizes.items() if n is not None)
-        title = f"Memory of one training step: {title}"
+        title = f"Memory of one training step: {report.model} on {report.device}"
         figure.text(0.012, 0.955, title, fontsize=14, fontweight="bold", va="center")
         figure.text(0.012, 0.918, subtitle, fontsize=9, color=FAINT, va="top")
 
@@ -47,17 +48,17 @@ def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
     """
     counts: Counter[str] = Counter()
     for name, nbytes in modules.items():
-        found = re.match(r"(.*?\b\d+)\.", name)
-        counts[found[1] if found else name] += nbytes
+        match = re.match(r"(.*?\b\d+)\.", name)
+        counts[match[1] if match else name] += nbytes
     return dict(counts.most_common())
 
 
 def _draw_modules(axes: Any, layers: Mapping[str, int]) -> None:
     rows = list(layers.items())[:_MOST]
-    rest = list(layers.values())[_MOST:]
+    more = list(layers.values())[_MOST:]
     colours = [BLUE] * len(rows)
-    if rest:
-        rows.append((f"{len(rest)} more", sum(rest)))
+    if more:
+        rows.append((f"{len(more)} more", sum(more)))
         colours.append(GREY)
     widths = [nbytes / _MIB for _, nbytes in rows]
     bars = axes.barh(range(len(rows)), widths, color=colours, height=0.7)

@@ -22,7 +22,7 @@ from torch import nn
 
 from fusedckpt.autograd import private_memory
 from fusedckpt.reporting.tables import size, table
-from fusedckpt.reporting.timeline import LOSS, Watch
+from fusedckpt.reporting.timeline import LOSS, RunningModules
 
 # actions of the allocator, and calls of modules, that are kept
 _MOST_ACTIONS = 100_000
@@ -36,10 +36,13 @@ _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 class LiveBlock(NamedTuple):
-    """Memory that was in use: requested bytes, the module that ran, and `file:line in function`."""
+    """A block of memory that was in use."""
 
+    # its requested bytes
     nbytes: int
+    # the module that ran when it was allocated
     module: str
+    # `file:line in function` that asked for it
     line: str
 
 
@@ -58,17 +61,17 @@ class MeasuredPlan(Protocol):
 
 
 # the plans of each model that were measured in this process
-_plans: WeakKeyDictionary[nn.Module, list[MeasuredPlan]] = WeakKeyDictionary()
+_measured_plans: WeakKeyDictionary[nn.Module, list[MeasuredPlan]] = WeakKeyDictionary()
 
 
 def note_plan(model: nn.Module, plan: MeasuredPlan) -> None:
     """Note a plan of a model, for a report at an error."""
-    _plans.setdefault(model, []).append(plan)
+    _measured_plans.setdefault(model, []).append(plan)
 
 
-def way_that_fits(model: nn.Module, nbytes: int) -> str:
+def advice_for_plan(model: nn.Module, nbytes: int) -> str:
     """Name the fastest measured plan that peaks within some bytes; "" where none was measured."""
-    plans = [plan for plan in _plans.get(model, ()) if plan.measured_bytes is not None]
+    plans = [plan for plan in _measured_plans.get(model, ()) if plan.measured_bytes is not None]
     if not plans:
         return ""
     least = min(plan.measured_bytes or 0 for plan in plans)
@@ -85,19 +88,21 @@ def way_that_fits(model: nn.Module, nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class OutOfMemoryReport:
-    """What lived on a device when a request failed. Sizes are bytes."""
+    """The memory in use on a device when a request failed. Sizes are bytes."""
 
+    # the name of the device
     device: str
-    # the bytes of the failed request
+    # of the failed request
     requested_bytes: int
-    # of the device, and of them those that nothing has, torch's cache among those that are taken
+    # of the device
     total_bytes: int
+    # of the device, without torch's cache
     free_bytes: int
     # the module that ran its forward
     running: str
-    # the largest first
+    # the blocks in use, the largest first
     live: tuple[LiveBlock, ...] = field(repr=False)
-    # a measured plan that fits into the memory that torch could have, see `way_that_fits`
+    # a measured plan that fits into the memory that torch could have, see `advice_for_plan`
     way: str = ""
 
     @property
@@ -142,10 +147,10 @@ class OutOfMemoryWatch:
         self.last: OutOfMemoryReport | None = None
         self.device = device
         self._model = ref(model)
-        self._calls = _Calls(model, device)
+        self._log = _AllocationLog(model, device)
         self._stack = ExitStack()
         self._stack.callback(private_memory.record_lines(_MOST_ACTIONS))
-        self._stack.enter_context(self._calls.hooked())
+        self._stack.enter_context(self._log.hooked())
         _watches.add(self)
 
     def remove(self) -> None:
@@ -163,14 +168,14 @@ class OutOfMemoryWatch:
             requested_bytes=requested,
             total_bytes=total,
             free_bytes=free,
-            running=OUTSIDE if (name := self._calls.current()) == LOSS else name,
-            live=_live(snapshot, self._calls),
-            way="" if model is None else way_that_fits(model, available),
+            running=OUTSIDE if (name := self._log.current()) == LOSS else name,
+            live=_live(snapshot, self._log),
+            way="" if model is None else advice_for_plan(model, available),
         )
         print(self.last, file=sys.stderr)
 
 
-class _Calls(Watch):
+class _AllocationLog(RunningModules):
     """Notes how many blocks were allocated before at each beginning and end of a module's call."""
 
     def __init__(self, model: nn.Module, device: torch.device):
@@ -190,21 +195,19 @@ class _Calls(Watch):
 
     def modules_of(self, numbers: Iterable[int]) -> list[str]:
         """Return the module that allocated each block, by its number from 1."""
-        counts, names = list(self._counts), list(self._modules)
-        found = []
-        for number in numbers:
-            i = bisect_left(counts, number) - 1
-            name = names[i] if i >= 0 else LOSS
-            found.append(OUTSIDE if name == LOSS else name)
-        return found
+        counts = list(self._counts)
+        names = list(self._modules)
+        places = (bisect_left(counts, number) - 1 for number in numbers)
+        modules = (names[place] if place >= 0 else LOSS for place in places)
+        return [OUTSIDE if name == LOSS else name for name in modules]
 
 
-def _live(snapshot: Mapping[str, Any], calls: _Calls) -> tuple[LiveBlock, ...]:
+def _live(snapshot: Mapping[str, Any], log: _AllocationLog) -> tuple[LiveBlock, ...]:
     """Return the blocks in use, the largest first."""
     # by address the last allocation that the history has
     allocations = [x for x in snapshot["device_traces"] if x["action"] == "alloc"]
-    first = calls.count() - len(allocations) + 1
-    names = calls.modules_of(range(first, first + len(allocations)))
+    first = log.count() - len(allocations) + 1
+    names = log.modules_of(range(first, first + len(allocations)))
     modules = {x["addr"]: name for x, name in zip(allocations, names, strict=True)}
     blocks = [
         LiveBlock(

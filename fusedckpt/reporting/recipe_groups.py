@@ -1,4 +1,4 @@
-"""Which tensors of a step recipes make again, by the functions that made them."""
+"""The tensors of a step that recipes make again, by the functions that made them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fusedckpt.autograd.tracker import Choice
 from fusedckpt.reporting.tables import Row, size
 
-# groups shown, the others are summed; and functions of one
+# groups shown; the others are summed up
 _MOST = 12
+# functions shown of a group
 _LONGEST = 6
 HEADS = ("recipes: functions, the last one first", "tensors", "size", "in backward")
 
@@ -22,8 +23,9 @@ class RecipeGroup:
     functions: tuple[str, ...]
     # whether they are saved all the same: a chain of more functions is not run again
     is_cut: bool
-    # how many they are, each counted once
+    # their number, each counted once
     count: int
+    # their bytes
     nbytes: int
 
 
@@ -55,7 +57,8 @@ def report_rows_of(groups: Sequence[RecipeGroup]) -> list[Row]:
         for group in groups[:_MOST]
     ]
     if more := groups[_MOST:]:
-        count, nbytes = sum(group.count for group in more), sum(group.nbytes for group in more)
+        count = sum(group.count for group in more)
+        nbytes = sum(group.nbytes for group in more)
         rows.append((f"{len(more)} more", f"{count}", size(nbytes), ""))
     return rows
 

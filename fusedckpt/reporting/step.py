@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,10 +17,12 @@ from fusedckpt.reporting.trial import aliased, tensors_of
 
 
 class Step(NamedTuple):
-    """One training step."""
+    """One training step: forward, loss, backward, and the optimizers' steps."""
 
     model: nn.Module
+    # the model's positional arguments
     args: tuple[Any, ...]
+    # its keyword arguments
     kwargs: dict[str, Any]
     # maps the model's output to a scalar
     loss: Callable[[Any], Any]
@@ -45,23 +47,23 @@ class Step(NamedTuple):
         self,
         mark: Callable[[str], Any],
         held: list[Tensor],
-        around: AbstractContextManager[Any] | None = None,
-        made: Callable[[list[Tensor]], Any] = len,
+        forward_context: AbstractContextManager[Any] | None = None,
+        see_results: Callable[[list[Tensor]], Any] = len,
     ) -> None:
         """Run it as a training loop does, where output and loss live on until the next step.
 
-        mark: gets the name of each phase as that begins. around: of forward and loss. made: gets
-        the output's tensors and the loss.
+        mark: is called with the name of each phase as that begins. forward_context: surrounds
+        forward and loss. see_results: is called with the output's tensors and the loss.
         """
         mark("forward")
-        with around or nullcontext():
-            last = held[0].new_empty(self.output_bytes, dtype=torch.uint8)
+        with forward_context or nullcontext():
+            last_output = held[0].new_empty(self.output_bytes, dtype=torch.uint8)
             for parameter in self.stale:
                 parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
-            del last
+            del last_output
             loss = _checked(self.caller, self.loss(output))
-        made([*tensors_of([output]), loss])
+        see_results([*tensors_of([output]), loss])
         # as where autocast ends before backward
         torch.clear_autocast_cache()
         mark("backward")
@@ -76,7 +78,10 @@ class Step(NamedTuple):
         mark("end")
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
-        """Return the step from `gradients` alone, on aliases of its inputs, and tensors held."""
+        """Return the step on aliases of its inputs, and the tensors that exist when it begins.
+
+        The parameters then have the gradients of `gradients`, and no others.
+        """
         if self.reseed is not None:
             self.reseed()
         # weights that autocast has cast already would not be seen to take memory
@@ -90,7 +95,7 @@ class Step(NamedTuple):
         return step, [*held, *self.gradients.values()]
 
     def resident(self, held: list[Tensor]) -> int:
-        """Return the bytes there are on the first parameter's device when the step begins."""
+        """Return the bytes of tensors on the first tensor's device, and `bytes_beside`."""
         device = held[0].device
         return nbytes_of(x for x in held if x.device == device) + self.bytes_beside
 
@@ -107,17 +112,17 @@ class Step(NamedTuple):
     def parameters(self) -> list[Tensor]:
         """Return the model's parameters, then those that only the optimizers have."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        theirs = [parameter for group in groups for parameter in group["params"]]
-        return list(dict.fromkeys([*self.model.parameters(), *theirs]))
+        stepped = [parameter for group in groups for parameter in group["params"]]
+        return list(dict.fromkeys([*self.model.parameters(), *stepped]))
 
     def state(self) -> list[Tensor]:
         """Return the tensors that the optimizers have, but for parameters and gradients."""
         parameters = {id(x) for x in self.parameters()}
-        found = {id(x): x for x in _held_by(self.optimizers, set()) if id(x) not in parameters}
-        return list(found.values())
+        tensors = {id(x): x for x in _tensors_in(self.optimizers, set())}
+        return [x for key, x in tensors.items() if key not in parameters]
 
 
-def _held_by(value: Any, seen: set[int]) -> Iterator[Tensor]:
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
     """Yield the tensors in an optimizer: in its state, groups and attributes, or one it wraps."""
     if isinstance(value, Tensor):
         yield value
@@ -128,15 +133,15 @@ def _held_by(value: Any, seen: set[int]) -> Iterator[Tensor]:
         if isinstance(value, Mapping):
             value = list(value.values())
         for item in value if isinstance(value, (list, tuple)) else ():
-            yield from _held_by(item, seen)
+            yield from _tensors_in(item, seen)
 
 
 def optimizers_of(caller: str, optimizer: Any) -> tuple[Optimizer, ...]:
-    """Return the optimizers that a caller gave: none, one, or several.
+    """Return the optimizers of a caller's argument: none, one, or several.
 
     Raises:
-        TypeError: another object was given.
-        ValueError: the step of one needs a closure, which runs the model several times.
+        TypeError: it is another object.
+        ValueError: an optimizer's step needs a closure, which runs the model several times.
     """
     if optimizer is None:
         return ()
@@ -158,6 +163,32 @@ def optimizers_of(caller: str, optimizer: Any) -> tuple[Optimizer, ...]:
     return optimizers
 
 
+def check_step(
+    name: str, model: Any, loss: Any, optimizers: Sequence[Optimizer], inputs: Any
+) -> None:
+    """Refuse arguments that make no training step; `name` is the public function's."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"{name}: loss must be callable or None, got {type(loss).__name__}")
+    for key, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(f"{name}: {key} is not initialised: call the model once before")
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
+    if any(tensor.is_inference() for tensor in tensors):
+        raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
+    if any(tensor.is_meta for tensor in tensors):
+        raise ValueError(f"{name}: expected tensors with data, some are on the meta device")
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
+        raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
+    if not any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            f"{name}: expected a parameter or an input that requires grad, none of the "
+            f"{type(model).__name__}'s does"
+        )
+
+
 def check_sparse(caller: str, optimizer: Optimizer) -> None:
     """Refuse a dense gradient for SparseAdam, with more advice than its own error has."""
     if isinstance(optimizer, torch.optim.SparseAdam):
@@ -176,8 +207,8 @@ def default_loss(output: Any) -> Any:
     loss = getattr(output, "loss", None)
     if loss is not None:
         return loss
-    found = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
-    return sum(x.float().square().mean() for x in found)
+    tensors = [x for x in tensors_of(output) if x.is_floating_point() and x.requires_grad]
+    return sum(x.float().square().mean() for x in tensors)
 
 
 def _checked(caller: str, loss: Any) -> Tensor:

@@ -34,52 +34,56 @@ _NODE = "autograd::engine::evaluate_function: "
 
 
 class Moment(NamedTuple):
-    """Live bytes after one allocation or free, `time_ns` nanoseconds into the step.
+    """Live bytes after one allocation or free."""
 
-    Among them, `gradient_bytes` are of gradients that the step makes and leaves, `optimizer_bytes`
-    of memory that its optimizer allocates.
-    """
-
+    # nanoseconds since the step began
     time_ns: int
+    # of all memory in use
     live_bytes: int
     # forward, backward or optimizer
     phase: str
+    # the module that runs, or whose nodes run in backward
     module: str
+    # among the live bytes, those of gradients that the step makes and leaves
     gradient_bytes: int = 0
+    # among the live bytes, those of memory that the optimizer's step allocates
     optimizer_bytes: int = 0
 
 
-class HeldBlock(NamedTuple):
-    """Memory that a module allocated."""
+class ModuleBlock(NamedTuple):
+    """A block of memory that a module allocated."""
 
+    # of its first byte
     address: int
+    # its size
     nbytes: int
+    # the phase in which it was allocated
     phase: str
+    # the module that ran then
     module: str
-    # the index of the moment since when it is there
+    # the index of the moment of its allocation
     since: int
 
 
 class Term(NamedTuple):
-    """A block that autograd added to another gradient of the same tensor, and then freed.
+    """A block that autograd added to another gradient of the same tensor, and then freed."""
 
-    until: the index of the moment of that. total: the sum, None where that is the other gradient.
-    """
-
-    block: HeldBlock
+    block: ModuleBlock
+    # the index of the moment at which it was freed
     until: int
-    total: HeldBlock | None
+    # the sum, None where the other gradient was written in place
+    total: ModuleBlock | None
 
 
 class TimelineReading(NamedTuple):
     """A step's moments, and the blocks of its forward that live when backward begins."""
 
     moments: list[Moment]
-    held: list[HeldBlock]
+    held: list[ModuleBlock]
 
 
-class Watch:
-    """Knows which module's forward runs, and leaves markers for `read` in the profile."""
+class RunningModules:
+    """Knows which module's forward runs, and leaves markers for `read_timeline` in the profile."""
 
     def __init__(self, model: nn.Module):
         self._names = {module: name or ROOT for name, module in model.named_modules()}
@@ -103,7 +107,7 @@ class Watch:
 
     @contextmanager
     def _recomputing(self, module: nn.Module | None) -> Iterator[None]:
-        """Be around a call of a recompute: of a module's forward, without its hooks."""
+        """Surround a recompute's call of a module's forward, which calls no hooks."""
         depth = len(self._running)
         if module is not None:
             self._enter(module, ())
@@ -140,14 +144,18 @@ class Watch:
 
 
 class _Item(NamedTuple):
-    """One thing in a profile that matters here; kind: the method of `_Reader` that takes it."""
+    """A change of memory, a marker, or the begin or end of an op or a node in a profile."""
 
     time_ns: int
+    # the name of the method of `_Reader` that takes it
     kind: str
+    # the argument of that method
     content: Any
 
 
-def read(profile: Profile, resident: int, gradients: Collection[int] = ()) -> TimelineReading:
+def read_timeline(
+    profile: Profile, resident: int, gradients: Collection[int] = ()
+) -> TimelineReading:
     """Read one step from a profile, where `resident` bytes lived at its start.
 
     gradients: addresses of the gradients that the step leaves.
@@ -168,19 +176,26 @@ class _Reader:
     def __init__(self, resident: int):
         self.moments: list[Moment] = []
         # the blocks that live when backward begins
-        self.held: list[HeldBlock] = []
+        self.held: list[ModuleBlock] = []
         self.phase_name = ""
-        self._live, self._optimizer = resident, 0
-        self._blocks: dict[int, HeldBlock] = {}
+        self._live = resident
+        # bytes among these that the optimizer's step allocated
+        self._optimizer = 0
+        # by address
+        self._blocks: dict[int, ModuleBlock] = {}
         self._terms: list[Term] = []
-        # whether the engine has added gradients up after the node that runs, and the last new sum
+        # whether the engine has added gradients up after the node that runs
         self._adds = False
-        self._total: HeldBlock | None = None
+        # the last block that was allocated since, the sum
+        self._total: ModuleBlock | None = None
         self._running: list[str] = []
         # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
-        # the thread that runs the step, and how many nodes run, one inside the other
-        self._thread, self._depth = 0, 0
+        # the thread that runs the step
+        self._thread = 0
+        # how many nodes run, one inside the other
+        self._depth = 0
+        # the module of the last node, or of code outside of all modules
         self._last = LOSS
 
     @property
@@ -190,14 +205,22 @@ class _Reader:
 
     def note(self, time_ns: int) -> None:
         """Add a moment."""
-        now = self._live, self.phase_name, self.module, 0, self._optimizer
-        self.moments.append(Moment(time_ns, *now))
+        self.moments.append(
+            Moment(
+                time_ns,
+                self._live,
+                self.phase_name,
+                self.module,
+                optimizer_bytes=self._optimizer,
+            )
+        )
 
     def memory(self, change: Change) -> None:
         """Take an allocation or a free."""
-        address, nbytes = change.address, change.nbytes
+        address = change.address
+        nbytes = change.nbytes
         if nbytes > 0:
-            block = HeldBlock(address, nbytes, self.phase_name, self.module, len(self.moments))
+            block = ModuleBlock(address, nbytes, self.phase_name, self.module, len(self.moments))
             self._blocks[address] = self._total = block
         else:
             block = self._blocks.pop(address)
@@ -213,15 +236,16 @@ class _Reader:
         These are the blocks at these addresses in the end, and those that were added up to them.
         """
         blocks = self._blocks.values()
-        found = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
+        gradients = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
+        # by moment, the bytes of gradients that it adds
         grown: Counter[int] = Counter()
-        for block in found:
+        for block in gradients:
             grown[block.since] += block.nbytes
         for block, until, total in reversed(self._terms):
-            # in place, another gradient of that size was there before
-            totals = [total] if total else [x for x in found if x.since < block.since]
-            if any(x in found and x.nbytes == block.nbytes for x in totals):
-                found.append(block)
+            # in place: a gradient of that size is older
+            totals = [total] if total else [x for x in gradients if x.since < block.since]
+            if any(x in gradients and x.nbytes == block.nbytes for x in totals):
+                gradients.append(block)
                 grown[block.since] += block.nbytes
                 grown[until] -= block.nbytes
         sums = accumulate(grown[index] for index in range(len(self.moments)))
@@ -246,7 +270,7 @@ class _Reader:
             self._last = LOSS
 
     def op(self, place: tuple[int, int]) -> None:
-        """Remember the module that runs the op."""
+        """Note the module that runs the op."""
         # the number is the next node's: of all ops that show it, the last one made the node
         self._makers[place] = self.module
 
@@ -262,7 +286,8 @@ class _Reader:
 
     def sum(self, _: Any) -> None:
         """Note that the engine adds gradients up."""
-        self._adds, self._total = True, None
+        self._adds = True
+        self._total = None
 
     def done(self, _: Any) -> None:
         """Leave a node."""
@@ -276,7 +301,8 @@ def _items_of(profile: Profile) -> list[_Item]:
     items = [_Item(change.time_ns, "memory", change) for change in profile.changes]
     ends: list[_Item] = []
     for event in profile.events:
-        name, start = event.name, event.start_time_ns
+        name = event.name
+        start = event.start_time_ns
         if name.startswith(_MARK):
             kind, name = name.removeprefix(_MARK).split(":", 1)
             items.append(_Item(start, kind, (name, event.start_tid) if kind == "phase" else name))

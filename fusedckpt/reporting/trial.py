@@ -31,7 +31,7 @@ from fusedckpt.reporting.containers import (
     with_parts,
 )
 
-# generators that a module may have for itself: how to read their state, and to write it
+# generators that a module may have for itself: their class, a reader and a writer of their state
 _GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
     (torch.Generator, torch.Generator.get_state, lambda x, state: x.set_state(state)),
     (random.Random, random.Random.getstate, random.Random.setstate),
@@ -76,7 +76,6 @@ def trial(
         RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
             keeps its new value, all else is put back. Replacing its `.data` is put back.
     """
-    seen: set[int] = set()
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*(optimizer or ())]
     groups = [group for each in optimizers for group in each.param_groups]
     trained = [parameter for group in groups for parameter in group["params"]]
@@ -90,15 +89,15 @@ def trial(
         for parameter in dict.fromkeys(parameters):
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
-        _keep_unreduced(model, undo)
-        copies = Copies(budget)
+        _set_unreduced_aside(model, undo)
+        backup = _Backup(undo, budget)
         for each in optimizers:
-            _keep(each, undo, seen, copies)
-        _keep(inputs, undo, seen, copies)
-        _keep_modules(model, undo, seen, copies)
+            backup.add(each)
+        backup.add(inputs)
+        backup.add_modules(model)
         for name, parameter in model.named_parameters():
             undo.callback(_put_memory_back, parameter, parameter.detach())
-            if id(parameter) not in seen:
+            if not backup.has(parameter):
                 watched.append((name, parameter, parameter._version))
         yield
 
@@ -135,7 +134,9 @@ def tensors_of(tree: Any) -> Iterator[Tensor]:
 
 def random_states() -> Callable[[], None]:
     """Return a function that restores the random states of now: Python, NumPy, CPU and CUDA."""
-    python, numpys, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    python = random.getstate()
+    numpys = np.random.get_state()
+    cpu = torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
 
     def put_back() -> None:
@@ -148,7 +149,7 @@ def random_states() -> Callable[[], None]:
     return put_back
 
 
-def _keep_unreduced(model: nn.Module, undo: ExitStack) -> None:
+def _set_unreduced_aside(model: nn.Module, undo: ExitStack) -> None:
     """Set aside gradients that `set_requires_gradient_sync(False)` leaves outside parameters."""
     before = {(id(place), name): getattr(place, name) for place, name in _unreduced(model)}
 
@@ -162,58 +163,72 @@ def _keep_unreduced(model: nn.Module, undo: ExitStack) -> None:
 
 
 def _unreduced(model: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield where FSDP2 has gradients of whole parameters: private, as nothing public tells."""
+    """Yield the objects and attributes in which FSDP2 has gradients of whole parameters.
+
+    They are private: no public name leads to them.
+    """
     for module in model.modules():
-        for held in fsdp_parameters(module):
+        for sharded in fsdp_parameters(module):
             # of another dtype than parameters; torch 2.15 has them as `.grad` too
-            if "unsharded_accumulated_grad" in vars(held):
-                yield held, "unsharded_accumulated_grad"
+            if "unsharded_accumulated_grad" in vars(sharded):
+                yield sharded, "unsharded_accumulated_grad"
             # made when it is first gathered
-            if (whole := unsharded_of(held)) is not None:
+            if (whole := unsharded_of(sharded)) is not None:
                 yield whole, "grad"
 
 
-def _keep_modules(model: nn.Module, undo: ExitStack, seen: set[int], copies: Copies) -> None:
-    for module in model.modules():
-        attributes = vars(module)
-        undo.callback(refill_dict, attributes, dict(attributes))
-        for buffer in module.buffers(recurse=False):
-            _keep(buffer, undo, seen, copies)
-        # parameters are watched, or copied with the optimizer
-        for slot in ("_buffers", "_parameters"):
-            if isinstance(attributes.get(slot), dict):
-                undo.callback(refill_dict, attributes[slot], dict(attributes[slot]))
-        for name, value in attributes.items():
-            if name not in ("_buffers", "_parameters", "_modules"):
-                _keep(value, undo, seen, copies, is_attribute=True)
+class _Backup:
+    """Copies of the state that training steps may change; `undo` puts it back."""
 
+    def __init__(self, undo: ExitStack, budget: int):
+        self._undo = undo
+        self._copies = Copies(budget)
+        # the ids of objects that are copied, or were looked into
+        self._seen = set[int]()
 
-def _keep(
-    value: Any, undo: ExitStack, seen: set[int], copies: Copies, is_attribute: bool = False
-) -> None:
-    """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
-    if type(value) in ATOMS:
-        return
-    if isinstance(value, Optimizer):
-        # one that wraps another has it as an attribute
-        value = vars(value)
-    if isinstance(value, Tensor) and is_attribute and not is_state(value):
-        return
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    for kind, read, write in _GENERATORS:
-        if isinstance(value, kind):
-            undo.callback(write, value, read(value))
-    if isinstance(value, Tensor):
-        for part in strided(value):
-            undo.callback(_restorer(part, copies))
-    elif isinstance(value, np.ndarray) and value.flags.writeable:
-        undo.callback(np.copyto, value, value.copy())
-    elif not is_attribute or isinstance(value, CONTAINERS):
-        undo.callback(restorer(value))
-        for part in parts_of(value):
-            _keep(part, undo, seen, copies, is_attribute)
+    def has(self, value: Any) -> bool:
+        """Whether an object is copied."""
+        return id(value) in self._seen
+
+    def add_modules(self, model: nn.Module) -> None:
+        """Copy buffers and attributes of a model's modules."""
+        for module in model.modules():
+            attributes = vars(module)
+            self._undo.callback(refill_dict, attributes, dict(attributes))
+            for buffer in module.buffers(recurse=False):
+                self.add(buffer)
+            # parameters are watched, or copied with the optimizer
+            for slot in ("_buffers", "_parameters"):
+                if isinstance(attributes.get(slot), dict):
+                    self._undo.callback(refill_dict, attributes[slot], dict(attributes[slot]))
+            for name, value in attributes.items():
+                if name not in ("_buffers", "_parameters", "_modules"):
+                    self.add(value, is_attribute=True)
+
+    def add(self, value: Any, is_attribute: bool = False) -> None:
+        """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
+        if type(value) in ATOMS:
+            return
+        if isinstance(value, Optimizer):
+            # one that wraps another has it as an attribute
+            value = vars(value)
+        if isinstance(value, Tensor) and is_attribute and not is_state(value):
+            return
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        for kind, read, write in _GENERATORS:
+            if isinstance(value, kind):
+                self._undo.callback(write, value, read(value))
+        if isinstance(value, Tensor):
+            for part in strided(value):
+                self._undo.callback(_restorer(part, self._copies))
+        elif isinstance(value, np.ndarray) and value.flags.writeable:
+            self._undo.callback(np.copyto, value, value.copy())
+        elif not is_attribute or isinstance(value, CONTAINERS):
+            self._undo.callback(restorer(value))
+            for part in parts_of(value):
+                self.add(part, is_attribute)
 
 
 def _set_bits(generator: np.random.Generator, state: Any) -> None:
@@ -271,7 +286,9 @@ def _restorer(tensor: Tensor, copies: Copies) -> Callable[[], None]:
     for axis, stride in enumerate(memory.stride()):
         if stride == 0 and memory.shape[axis] > 1:
             memory = memory.narrow(axis, 0, 1)
-    before, version, whole = copies.copy(memory), tensor._version, tensor.detach()
+    before = copies.copy(memory)
+    version = tensor._version
+    whole = tensor.detach()
 
     def restore() -> None:
         _put_memory_back(tensor, whole)

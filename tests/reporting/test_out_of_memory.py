@@ -116,20 +116,20 @@ def test_as_text():
     assert "model.py:12 in forward" not in text
 
 
-def test_the_way_that_fits_is_the_fastest_measured_plan():
+def test_the_advice_for_plan_is_the_fastest_measured_plan():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4)))
     x = torch.randn(64, 8)
-    assert out_of_memory.way_that_fits(model, 1 << 40) == ""
+    assert out_of_memory.advice_for_plan(model, 1 << 40) == ""
     plans = [fusedckpt.plan(model, x, policy=name, progress=False) for name in ("all", "none")]
     least, most = sorted(plan.measured_bytes for plan in plans)
     fastest = min(plans, key=lambda plan: plan.extra_ms)
-    assert f"peak at {size(fastest.measured_bytes)}" in out_of_memory.way_that_fits(model, most)
-    assert f"peak at {size(least)}" in out_of_memory.way_that_fits(model, least)
-    text = out_of_memory.way_that_fits(model, least - 1)
+    assert f"peak at {size(fastest.measured_bytes)}" in out_of_memory.advice_for_plan(model, most)
+    assert f"peak at {size(least)}" in out_of_memory.advice_for_plan(model, least)
+    text = out_of_memory.advice_for_plan(model, least - 1)
     assert text.startswith("no measured plan fits into")
     assert text.endswith(f"the least peak is {size(least)}")
     # of another model, nothing is known
-    assert out_of_memory.way_that_fits(nn.Linear(2, 2), 1 << 40) == ""
+    assert out_of_memory.advice_for_plan(nn.Linear(2, 2), 1 << 40) == ""
 
 
 @needs_gpu

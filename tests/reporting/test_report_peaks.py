@@ -15,7 +15,7 @@ import fusedckpt
 from fusedckpt import plan, report
 from fusedckpt.allocations import Change, Profile
 from fusedckpt.reporting.tables import size
-from fusedckpt.reporting.timeline import read
+from fusedckpt.reporting.timeline import read_timeline
 
 W = 4 * D * D
 
@@ -241,7 +241,7 @@ def test_backwards_in_another_thread():
         again,
         event(f"{node}First", 40, tid=2, end=49, sequence_number=0),
     ]
-    found = read(Profile(events, [Change(41, 1, 64)]), 0)
+    found = read_timeline(Profile(events, [Change(41, 1, 64)]), 0)
     assert found.moments[-1][1:4] == (64, "backward", "first")
 
 
