@@ -16,14 +16,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.autograd.recipes import (
-    Leaf,
-    Made,
-    Stored,
-    View,
-    view_in,
-    view_of_leaf,
-)
+from fusedckpt.autograd.recipes import Leaf, Made, View, view_in
 
 _ORIGIN, _RECIPE, _SEGMENT = "fusedckpt origin", "fusedckpt recipe", "fusedckpt segment"
 # the makers of results
@@ -99,18 +92,17 @@ def of_first_saved(
     inputs = [x]
     for tensor in tensors:
         if tensor is not None:
-            inputs.append(view_of_leaf(tensor))
+            inputs.append(Leaf(tensor))
     return Made(name, again, inputs, [y])
 
 
-def saved_view(node: Any) -> View | None:
+def saved_view(node: Any) -> View | Leaf | None:
     """Return how to read the first tensor that a node has saved, None where it is freed."""
     try:
         (raw, *_) = private.raw_saved(node)
-        stored = raw.data
-        if isinstance(stored, Stored):
-            return stored.view
-        return view_of_leaf(node.saved_tensors[0])
+        if isinstance(raw.data, (View, Leaf)):
+            return raw.data
+        return Leaf(node.saved_tensors[0])
     except (RuntimeError, ValueError):
         # the node has run already, has saved nothing, or x was changed in place
         return None

@@ -13,22 +13,23 @@ Here r can be made again from h, and y * gate from y and gate, which are saved a
 saves, in place of r, the recipe of r: relu of batch_norm of h. Backward makes r once for all of its
 readers, right before the first of them needs it.
 
-    Stored    the object that autograd saves in place of a tensor: a `View`
-    View      sizes, strides and offset of a tensor in the storage of a source
     Leaf      a source that is saved
-    Made      a source that is a function's result: the function, and `View`s of its inputs
+    Made      a source that is a function's result: the function, and how to read its inputs
+    View      how to read a tensor: its sizes, strides and offset in the storage of a source;
+              a leaf is a view of itself
+
+Autograd saves a `View` or a `Leaf` in place of a tensor.
 
 A recipe is known by the node of autograd's graph that made a tensor (`origins`: fused norms, and
 the layers that `fuse` lets read them), or by a tensor's storage (`tracker`: any function of a
-forward). A reader asks both, and saves a `Stored`.
+forward). A reader asks both, and saves a `View`.
 
-**How a chain runs in backward.** Autograd unpacks a `Stored`, which reads its view, which asks its
-source for a value. A `Made` reads its inputs, which may be `Made` themselves, and calls `again`
-with them; a value stays for the readers that this backward has left. So the functions of a chain
-run one by one, the deepest first. A kernel that computes several of them at once belongs in
-`KERNELS`: it gets the last `Made` of a chain, looks at `again` of it and of the sources of its
-`inputs`, reads the inputs of the whole chain, and returns the results, or None for a chain that it
-does not know.
+**How a chain runs in backward.** Autograd unpacks a `View`, which asks its source for a value. A
+`Made` reads its inputs, which may be results of other `Made`, and calls `again` with them; a value
+stays for the readers that this backward has left. So the functions of a chain run one by one, the
+deepest first. A kernel that computes several of them at once belongs in `KERNELS`: it gets the last
+`Made` of a chain, looks at `again` of it and of the sources of its `inputs`, reads the inputs of
+the whole chain, and returns the results, or None for a chain that it does not know.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,8 +54,12 @@ Count = Callable[[Tensor], Any] | None
 class Leaf:
     """A tensor that is saved; reading it raises if it was modified since."""
 
+    __slots__ = ("__weakref__", "_tensor", "version")
+
     depth = 0
     name = "saved"
+    # as a view: of itself
+    place = 0
 
     def __init__(self, tensor: Tensor):
         # shares the version of the tensor, but not its graph
@@ -63,15 +68,35 @@ class Leaf:
         self.version = None if tensor.is_inference() else tensor._version
 
     @property
+    def source(self) -> Leaf:
+        """Return this, which is a source and a view of it."""
+        return self
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the tensor's dtype."""
         return self._tensor.dtype
+
+    @property
+    def size(self) -> torch.Size:
+        """Return the tensor's shape."""
+        return self._tensor.shape
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Return the tensor's strides."""
+        return self._tensor.stride()
+
+    @property
+    def offset(self) -> int:
+        """Return the tensor's offset in its storage."""
+        return int(self._tensor.storage_offset())
 
     def is_current(self) -> bool:
         """Whether the tensor is as it was."""
         return self.version is None or self._tensor._version == self.version
 
-    def value(self, place: int) -> Tensor:
+    def read(self) -> Tensor:
         """Return the tensor."""
         # `is_current`, without a call for every reader
         if self.version is not None and self._tensor._version != self.version:
@@ -81,6 +106,10 @@ class Leaf:
                 f"{self._tensor._version}; expected version {self.version} instead"
             )
         return self._tensor
+
+    def value(self, place: int) -> Tensor:
+        """Return the tensor."""
+        return self.read()
 
     def expect(self) -> None:
         """Do nothing: the tensor stays."""
@@ -98,17 +127,29 @@ class Made:
     no tensor; inputs: how to read these.
     """
 
+    __slots__ = (
+        *("__weakref__", "_left", "_values", "again", "depth", "inputs", "layouts", "name"),
+        "num_readers",
+    )
+
     def __init__(
         self,
         name: str,
         again: Callable[..., Any],
-        inputs: Sequence[View],
+        inputs: Sequence[View | Leaf],
         results: Sequence[Tensor],
     ):
         self.name, self.again, self.inputs = name, again, inputs
         # how each lies in its storage, which it fills: shape, strides, dtype
-        self.layouts = [(t.shape, t.stride(), t.dtype) for t in results]
-        self.depth = 1 + max(map(_DEPTH, inputs), default=0)
+        self.layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
+        for t in results:
+            self.layouts.append((t.shape, t.stride(), t.dtype))
+        # the length of the longest chain that ends here
+        self.depth = 1
+        for view in inputs:
+            # leaves have none
+            if isinstance(view, View) and view.source.depth >= self.depth:
+                self.depth = view.source.depth + 1
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
         self._left = 0
@@ -119,14 +160,18 @@ class Made:
         if not self.num_readers:
             for view in self.inputs:
                 # leaves have no readers but a hook that counts
-                if count is not None or view.source.depth:
+                if count is not None or view.__class__ is View:
                     view.source.add_reader(count)
         self.num_readers += 1
         self._left += 1
 
     def is_current(self) -> bool:
         """Whether the inputs are as they were, so that this makes the results again."""
-        return self.num_readers > 0 or all(view.source.is_current() for view in self.inputs)
+        if not self.num_readers:
+            for view in self.inputs:  # without a call of Python's
+                if not view.source.is_current():
+                    return False
+        return True
 
     def value(self, place: int) -> Tensor:
         """Return a result; it stays for the readers that are left in this backward."""
@@ -150,7 +195,7 @@ class Made:
             results = kernel(self)
             if results is not None:
                 return results
-        results = self.again(*map(View.read, self.inputs))
+        results = self.again(*map(_READ, self.inputs))
         return [results] if results.__class__ is Tensor else tensors_in(results)
 
     @property
@@ -175,8 +220,7 @@ class Made:
         self._left, self._values = self.num_readers, None
 
 
-# of a view; without a call of Python's
-_DEPTH = operator.attrgetter("source.depth")
+_READ = operator.methodcaller("read")
 
 # kernels for several functions of a chain. Each returns the results of a chain's last recipe, or
 # None. It tells each recipe whose results it passes over (`skip`), and reads each input of the
@@ -199,36 +243,53 @@ def _laid_out(result: Tensor, layout: tuple[torch.Size, tuple[int, ...], torch.d
     return tensor.copy_(result)
 
 
-class View(NamedTuple):
-    """A tensor in the storage of a source."""
+class View:
+    """How to read a tensor in the storage of a source."""
 
-    # the source of the storage's content
-    source: Leaf | Made
-    # its place among the source's results
-    place: int
-    # the tensor's shape, and how it lies in the storage, in elements
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+    __slots__ = ("alive", "offset", "place", "size", "source", "stride")
+
+    # a recipe that lives as long as this, for readers to come
+    alive: Made
+
+    def __init__(
+        self,
+        source: Leaf | Made,
+        place: int,
+        size: torch.Size,
+        stride: tuple[int, ...],
+        offset: int | torch.SymInt,
+    ):
+        # the source of the storage's content, and its place among the source's results
+        self.source, self.place = source, place
+        # how the tensor lies in the storage, in elements
+        self.size, self.stride, self.offset = size, stride, offset
+
+    # autograd asks for an object to save before its source is known
+    fill = __init__
 
     def read(self) -> Tensor:
         """Return the tensor."""
         value = self.source.value(self.place)
-        layout = value.shape, value.stride(), value.storage_offset()
-        if layout == (self.size, self.stride, self.offset):
+        if (
+            value.shape == self.size
+            and value.stride() == self.stride
+            and value.storage_offset() == self.offset
+        ):
             return value
         return value.as_strided(self.size, self.stride, self.offset)
+
+    def replacing(self, _tensor: Tensor) -> View:
+        """Return this, as a pack hook: autograd passes the tensor, which is not held."""
+        return self
+
+
+# returns a view to be filled; without a call of Python's
+unfilled: Callable[[], View] = partial(View.__new__, View)
 
 
 def view_in(source: Leaf | Made, tensor: Tensor, place: int = 0) -> View:
     """Return how to read a tensor in the storage of a source."""
-    return View(source, place, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-
-
-def view_of_leaf(tensor: Tensor) -> View:
-    """Return how to read a tensor that is saved."""
-    offset = int(tensor.storage_offset())
-    return View(Leaf(tensor), 0, tensor.shape, tensor.stride(), offset)
+    return View(source, place, tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 def cast(view: View, tensor: Tensor, to: Tensor) -> View:
@@ -242,48 +303,20 @@ def _to(dtype: torch.dtype, value: Tensor) -> Tensor:
     return value.to(dtype)
 
 
-class Stored:
-    """The object that autograd saves in place of a tensor.
-
-    With a view, this is a pack hook: autograd passes the tensor, which is not held.
-    """
-
-    __slots__ = ("__weakref__", "alive", "leaf", "view")
-
-    def __init__(self, view: View | None = None, _tensor: Tensor | None = None) -> None:
-        self.view = view
-        # a small tensor, which is saved without a view
-        self.leaf: Leaf | None = None
-        # a recipe that lives as long as this, for readers to come
-        self.alive: Made | None = None
-
-    def save(self, view: View, count: Count) -> Stored:
-        """Let this read a view."""
-        view.source.add_reader(count)
-        self.view = view
-        return self
-
-    def read(self) -> Tensor:
-        """Return the tensor."""
-        if self.leaf is not None:
-            return self.leaf.value(0)
-        view = self.view
-        assert view is not None
-        if isinstance(view.source, Leaf) or not torch.is_grad_enabled():
-            return view.read()
-        with torch.no_grad():
-            return view.read()
-
-
-def unpack(stored: Stored) -> Tensor:
+def unpack(saved: View | Leaf) -> Tensor:
     """Return the tensor that an object replaces."""
     # compiled autograd cannot trace a look at versions
-    return _uncompiled(stored) if torch.compiler.is_compiling() else stored.read()
+    return _uncompiled(saved) if torch.compiler.is_compiling() else _read(saved)
 
 
-@private.breaks_graph
-def _uncompiled(stored: Stored) -> Tensor:
-    return stored.read()
+def _read(saved: View | Leaf) -> Tensor:
+    if saved.__class__ is Leaf or not torch.is_grad_enabled():
+        return saved.read()
+    with torch.no_grad():
+        return saved.read()
+
+
+_uncompiled = private.breaks_graph(_read)
 
 
 def saving_recipes(view: View, x: Tensor, count: Count, run: Callable[[], Any]) -> Any:
@@ -294,13 +327,14 @@ def saving_recipes(view: View, x: Tensor, count: Count, run: Callable[[], Any]) 
     # autograd keeps the pack hook as long as the saved tensors: it must not hold x
     key, dtype = key_of(x), x.dtype
 
-    def pack(tensor: Tensor) -> Stored:
+    def pack(tensor: Tensor) -> View | Leaf:
         if key_of(tensor) == key and tensor.dtype == dtype:
-            return Stored().save(view_in(view.source, tensor, view.place), count)
+            view.source.add_reader(count)
+            return view_in(view.source, tensor, view.place)
         if count is not None:
             # before it loses its graph, by which a view of a parameter is known
             count(tensor)
-        return Stored().save(view_of_leaf(tensor), None)
+        return Leaf(tensor)
 
     with saved_tensors_hooks(pack, unpack):
         return run()

@@ -13,13 +13,15 @@ from fusedckpt.autograd.private import is_any_autocast_on
 
 # in place of a tensor
 _HOLE = object()
+PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Replay:
     """A call as a function of its tensors alone, under the autocast of the first call.
 
-    It holds no tensor of that. writes: the function writes over its first tensor, which is a copy
-    then. A kernel for chains knows the function by `func`, and options by `args` and `kwargs`.
+    It holds no tensor of that. args, kwargs: with holes for tensors; writes: the function
+    writes over its first tensor, which is a copy then. A kernel for chains knows the
+    function by `func`.
     """
 
     __slots__ = ("args", "autocast", "device", "func", "kwargs", "writes")
@@ -33,9 +35,7 @@ class Replay:
         writes: bool = False,
     ):
         self.func, self.device, self.writes = func, device, writes
-        # with holes for tensors
-        self.args = _emptied(args)
-        self.kwargs = dict(zip(kwargs, _emptied(kwargs.values()), strict=True)) if kwargs else {}
+        self.args, self.kwargs = args, kwargs
         self.autocast = autocast_dtype(device) if is_any_autocast_on() else None
 
     def filled(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -53,18 +53,30 @@ class Replay:
             return self.func(*args, **kwargs)
 
 
-def _emptied(values: Iterable[Any]) -> list[Any]:
-    """Return values with holes for tensors."""
-    emptied: list[Any] = []
+def _emptied(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
+    """Return values with holes in place of tensors, which are appended to a list."""
+    holed: list[Any] = []
     for value in values:
-        kind = type(value)
-        if isinstance(value, Tensor):
-            emptied.append(_HOLE)
+        kind = value.__class__
+        if kind in PLAIN or isinstance(value, Tensor):
+            tensors.append(value)
+            holed.append(_HOLE)
         elif kind is list or kind is tuple:
-            emptied.append(kind(_emptied(value)))
+            holed.append(kind(_emptied(value, tensors)))
         else:
-            emptied.append(value)
-    return emptied
+            holed.append(value)
+    return holed
+
+
+def replay_of(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], writes: bool = False
+) -> tuple[Replay, list[Tensor]]:
+    """Return a call as a function of its tensors, and these, of which there is at least one."""
+    tensors: list[Tensor] = []
+    args = _emptied(args, tensors)
+    if kwargs:
+        kwargs = dict(zip(kwargs, _emptied(kwargs.values(), tensors), strict=True))
+    return Replay(func, args, kwargs, tensors[0].device, writes), tensors
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:

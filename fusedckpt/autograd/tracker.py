@@ -21,19 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.autograd.private import num_function_modes, storage_key
-from fusedckpt.autograd.recipes import (
-    Count,
-    Leaf,
-    Made,
-    Stored,
-    View,
-    key_of,
-    view_in,
-    view_of_leaf,
-)
+from fusedckpt.autograd.private import num_function_modes
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 
 # the longest chain of functions that backward runs again
 LIMIT = 12
@@ -52,10 +42,11 @@ class _Known:
 
     __slots__ = ("dtype", "leaf", "made", "place", "storage", "version")
 
-    def __init__(self, tensor: Tensor, made: Made | None, place: int):
-        # the storage, which lives as long as its tensors do: until this is forgotten, no other one
-        # has its address
-        self.storage = StorageWeakRef(tensor.untyped_storage())
+    def __init__(
+        self, storage: torch.UntypedStorage, tensor: Tensor, made: Made | None, place: int
+    ):
+        # the storage, one object as long as it lives; another one may have its number then
+        self.storage = weakref.ref(storage)
         # the version and dtype of the tensor that had the content
         self.version = tensor._version
         self.dtype = tensor.dtype
@@ -142,18 +133,31 @@ class Tracker:
         self.count, self.floor = count, floor
         self.copies_parameters, self.is_whole = copies_parameters, is_whole
         self.limit = LIMIT if limit is None else limit
-        # the last object that was saved in place of a tensor
-        self.saved: Stored | None = None
+        # the last view that was saved in place of a tensor
+        self.saved: View | None = None
         self._observe = _observer.get()
         self._known: dict[int, _Known] = {}
         self._room = _MANY
 
     def find(self, tensor: Tensor) -> View | None:
         """Return how to read a tensor that is saved by now, or has a recipe."""
-        known = self._known.get(storage_key(tensor.untyped_storage()))
-        if known is None or known.version != tensor._version or known.dtype != tensor.dtype:
+        known = self._known_of(tensor)
+        if known is None:
             return None
-        return view_in(known.source(tensor), tensor, known.place)
+        source, offset = known.made or known.source(tensor), tensor.storage_offset()
+        return View(source, known.place, tensor.shape, tensor.stride(), offset)
+
+    def _known_of(self, tensor: Tensor) -> _Known | None:
+        storage = tensor.untyped_storage()
+        known = self._known.get(id(storage))
+        if (
+            known is not None
+            and known.storage() is storage
+            and known.version == tensor._version
+            and known.dtype is tensor.dtype
+        ):
+            return known
+        return None
 
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
@@ -164,24 +168,24 @@ class Tracker:
 
     def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> _Known:
         """Note that a recipe makes a tensor, or, for None, that autograd saves it as it is."""
-        known = self._known
-        known[key_of(tensor)] = source = _Known(tensor, made, place)
-        if len(known) > self._room:
+        sources, storage = self._known, tensor.untyped_storage()
+        sources[id(storage)] = known = _Known(storage, tensor, made, place)
+        if len(sources) > self._room:
             # as many as twice those that were left
-            for key in [key for key, one in known.items() if one.storage.expired()]:
-                del known[key]
-            self._room = max(_MANY, 2 * len(known))
-        return source
+            for key in [key for key, known in sources.items() if known.storage() is None]:
+                del sources[key]
+            self._room = max(_MANY, 2 * len(sources))
+        return known
 
     @contextmanager
     def knowing(self, tensor: Tensor, view: View) -> Iterator[None]:
         """Let functions that are called inside save a view in place of a tensor."""
-        key = key_of(tensor)
+        key = id(tensor.untyped_storage())
         before = self._known.get(key)
         source = view.source
-        self.note(tensor, source if isinstance(source, Made) else None, view.place)
+        known = self.note(tensor, source if isinstance(source, Made) else None, view.place)
         if isinstance(source, Leaf):
-            self._known[key].leaf = weakref.ref(source)
+            known.leaf = weakref.ref(source)
         try:
             yield
         finally:
@@ -196,59 +200,59 @@ class Tracker:
         again: Callable[..., Any],
         inputs: Sequence[Tensor],
         results: Sequence[Tensor],
-        overwritten: View | None = None,
+        overwritten: View | Leaf | None = None,
         *,
+        saved: Sequence[Saved] = (),
         saves_parameters: bool = False,
     ) -> Made | None:
         """Note the recipe of results, `again(*inputs)`, if every input can be read in backward.
 
         name: the function's; overwritten: how to read the first input, where the function wrote
-        the result over it; saves_parameters: whether eager saves the parameters that it reads, so
-        that code may not write to them.
+        the result over it; saved: the tensors that it saved; saves_parameters: whether it saved
+        the parameters that it reads. Code may not write to these in eager, either.
         """
-        reads_parameters = not self.copies_parameters or (saves_parameters and self.is_whole)
         size = 0
         for t in results:
+            nbytes = t.nbytes
             # a part of a storage cannot be made again with its strides
-            if t.untyped_storage().nbytes() != t.nbytes:
+            if t.untyped_storage().nbytes() != nbytes:
                 return None
-            size += t.nbytes
+            size += nbytes
         room = size // _SHARES.get(name, SHARE)
-        views: list[View] = [] if overwritten is None else [overwritten]
-        for x in inputs[len(views) :]:
+        views: list[View | Leaf] = [] if overwritten is None else [overwritten]
+        for x in inputs[1:] if views else inputs:
             nbytes = x.nbytes
             if nbytes > size * SMALLER:
                 return None
-            if not _is_parameter(x):
-                view = self.find(x)
-            else:
-                view = view_of_leaf(x) if reads_parameters else None
+            view = None
+            if x.__class__ is not nn.Parameter and x._base.__class__ is not nn.Parameter:
+                view = self.find(x) or _leaf_among(saved, x)
+            elif not self.copies_parameters or (saves_parameters and self.is_whole):
+                view = Leaf(x)
+            elif self.is_whole:
+                view = _leaf_among(saved, x) if nbytes < self.floor else self.find(x)
             if view is None:
                 room -= nbytes
                 if room < 0:
                     return None
                 # a copy, as code may write to a tensor that autograd does not save
-                copy = x.data.clone()
-                view = view_in(Leaf(copy), copy)
+                view = Leaf(x.data.clone())
             views.append(view)
         made = Made(name, again, views, results)
         for place, t in enumerate(results):
             self.note(t, made, place)
         return made
 
-    def save(self, stored: Stored, tensor: Tensor) -> None:
-        """Let autograd save the recipe of a tensor in its place, if there is one."""
-        self.saved = stored
-        if tensor.nbytes < self.floor:
-            # not looked for, nor known to be saved
-            stored.leaf = Leaf(tensor)
+    def save(self, view: View | Leaf, tensor: Tensor) -> None:
+        """Let the object that autograd saved in place of a tensor read its recipe, or the tensor.
+
+        view: a leaf of a tensor below the floor, which has no recipe, or an unfilled view.
+        """
+        if isinstance(view, Leaf):
             if self.count is not None:
                 self.count(tensor)
             return
-        key = storage_key(tensor.untyped_storage())
-        known = self._known.get(key)
-        if known is not None and (known.version, known.dtype) != (tensor._version, tensor.dtype):
-            known = None
+        known = self._known_of(tensor)
         made = None if known is None else known.made
         is_cut = made is not None and (made.depth > self.limit or not made.is_current())
         if self._observe is not None:
@@ -257,14 +261,26 @@ class Tracker:
             # saved as it is, as what is known as saved already
             known = self.note(tensor, None)
             made = None
-        view = view_in(known.source(tensor), tensor, known.place)
+        source, offset = made or known.source(tensor), tensor.storage_offset()
+        view.fill(source, known.place, tensor.shape, tensor.stride(), offset)
+        self.saved = view
         if made is not None:
-            stored.save(view, self.count)
-            return
-        stored.view = view
-        if self.count is not None:
+            made.add_reader(self.count)
+        elif self.count is not None:
             # the tensor itself, as a view of a parameter is known by its graph
             self.count(tensor)
+
+
+# the object that autograd saved in place of a tensor, and the tensor
+Saved = tuple[View | Leaf, Tensor]
+
+
+def _leaf_among(saved: Sequence[Saved], x: Tensor) -> Leaf | None:
+    """Return the leaf of a small tensor that a function has saved."""
+    for leaf, tensor in saved:
+        if isinstance(leaf, Leaf) and tensor.is_set_to(x) and tensor.dtype is x.dtype:
+            return leaf if leaf.version == x._version else None
+    return None
 
 
 def _choice(tensor: Tensor, made: Made | None, is_cut: bool) -> Choice:
@@ -272,11 +288,6 @@ def _choice(tensor: Tensor, made: Made | None, is_cut: bool) -> Choice:
     functions, cut = ((), names) if is_cut else (names, ())
     kind = tensor.shape, tensor.dtype, tensor.nbytes
     return Choice(*kind, functions=functions, cut=cut, source=id(made))
-
-
-def _is_parameter(x: Tensor) -> bool:
-    # a check of instances takes a call of Python's
-    return nn.Parameter in (x.__class__, x._base.__class__)
 
 
 # a weak reference to the tracker of the forward that runs in this context: a module that runs again

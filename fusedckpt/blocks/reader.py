@@ -18,7 +18,7 @@ from fusedckpt.autograd import origins, private
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Count, Made, Stored, View, cast, unpack
+from fusedckpt.autograd.recipes import Count, Made, View, cast, unpack
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import BlockCall
@@ -115,7 +115,7 @@ def _saving(
         place = inputs.index(0)
         view.source.add_reader(count)
         # the pack hook is called at once, and frees the input
-        raw[place].register_hooks(partial(Stored, view), unpack)
+        raw[place].register_hooks(view.replacing, unpack)
         saved = *saved[:place], *saved[place + 1 :]
     if count is not None:
         for tensor in saved:

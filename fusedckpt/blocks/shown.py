@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.private import pytree, raw_saved
-from fusedckpt.autograd.recipes import Stored
+from fusedckpt.autograd.recipes import View
 from fusedckpt.blocks.call import BlockCall
 
 
@@ -138,7 +138,7 @@ def _layer_of(node: Any) -> LayerSchedule:
 def _recipes_of(node: Any) -> tuple[str, ...]:
     """Return the names of the tensors that a layer has saved as a recipe."""
     pairs = zip(node.saved.names, raw_saved(node), strict=False)
-    return tuple([name for name, tensor in pairs if isinstance(tensor.data, Stored)])
+    return tuple([name for name, tensor in pairs if isinstance(tensor.data, View)])
 
 
 def _bytes_of(call: BlockCall, name: str) -> int:

@@ -38,6 +38,7 @@ _ACTIVATIONS = {
     Tensor.relu_: "relu",
     F.gelu: "gelu",
 }
+_VIEWS = (View, Leaf)
 # norms that save statistics, and the names of their arguments
 _WITH_STATISTICS = {
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
@@ -103,7 +104,7 @@ def _inner(view: Any, like: Made) -> Made | None:
     return view.source if is_whole and is_like else None
 
 
-def _dtype_of(view: View) -> torch.dtype:
+def _dtype_of(view: View | Leaf) -> torch.dtype:
     if isinstance(view.source, Made):
         return view.source.layouts[view.place][2]
     return view.source.dtype
@@ -154,7 +155,7 @@ def run_chain(made: Made) -> Sequence[Tensor] | None:
 def _operands(call: _Call, kinds: Container[Any]) -> tuple[Any, Any] | None:
     """Return both operands of a sum or product of tensors."""
     is_one = call.func in kinds and len(call.args) == 2 and not call.kwargs
-    if not is_one or not all(isinstance(arg, View) for arg in call.args):
+    if not is_one or not all(isinstance(arg, _VIEWS) for arg in call.args):
         return None
     return call.args[0], call.args[1]
 
@@ -206,7 +207,7 @@ def _of_statistics(
     end: _Call, call: _Call, activation: str, added: tuple[Any, Made], chain: _Chain
 ) -> Callable[[], Tensor] | None:
     options, norm = call.named(_WITH_STATISTICS[call.func]), call.made
-    num_given = sum(isinstance(value, View) for value in options.values())
+    num_given = sum(isinstance(value, _VIEWS) for value in options.values())
     if len(norm.inputs) != num_given + 2:
         # without statistics
         return None
@@ -258,9 +259,9 @@ class _RowNorm(NamedTuple):
 
     made: Made
     rule: NormRule
-    x: View
-    weight: View | None
-    bias: View | None
+    x: View | Leaf
+    weight: View | Leaf | None
+    bias: View | Leaf | None
 
 
 def _row_norm(made: Made) -> _RowNorm | None:

@@ -58,19 +58,27 @@ def _functions(names: str, suffix: str = "") -> frozenset[Any]:
     return frozenset(function for function in named if callable(function))
 
 
-SAVES_NOTHING = _functions(_LINEAR) | _functions(_LINEAR, "_") | _functions(_MOVES)
-_CHEAP = SAVES_NOTHING | _functions(_OTHERS)
+_SAVES_NOTHING = _functions(_LINEAR) | _functions(_LINEAR, "_") | _functions(_MOVES)
+_CHEAP = _SAVES_NOTHING | _functions(_OTHERS)
 _CHEAP |= _functions(_POINTWISE) | _functions(_POINTWISE, "_")
-KINDS = {
-    **dict.fromkeys(_functions(_READERS), "reader"),
-    **dict.fromkeys(_functions(_GEMMS), "gemm"),
-    **dict.fromkeys(_CHEAP, "cheap"),
-    F.batch_norm: "batch_norm",
-    F.dropout: "dropout",
-}
 # functions that write over their first tensor, those with an argument `inplace` aside
 WRITES = frozenset(
     function
     for function in _CHEAP
     if function.__name__.endswith("_") and not function.__name__.endswith("__")
 ) | _functions("__iadd__ __isub__ __imul__ __itruediv__")
+# functions that write over it if an argument says so
+_MAY_WRITE = frozenset(
+    function
+    for function in _CHEAP
+    if "inplace" in getattr(getattr(function, "__code__", None), "co_varnames", ())
+)
+KINDS = {
+    **dict.fromkeys(_functions(_READERS), "reader"),
+    **dict.fromkeys(_functions(_GEMMS), "gemm"),
+    **dict.fromkeys(_CHEAP, "cheap"),
+    **dict.fromkeys(_SAVES_NOTHING, "sum"),
+    **dict.fromkeys(WRITES | _MAY_WRITE, "writing"),
+    F.batch_norm: "batch_norm",
+    F.dropout: "dropout",
+}

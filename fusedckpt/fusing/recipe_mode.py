@@ -17,22 +17,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import autocast_dtype
-from fusedckpt.autograd.recipes import Leaf, Stored, View, key_of, tensors_in, unpack
-from fusedckpt.autograd.replay import Replay
-from fusedckpt.autograd.tracker import Tracker
+from fusedckpt.autograd.recipes import Leaf, View, tensors_in, unfilled, unpack
+from fusedckpt.autograd.replay import PLAIN, Replay, replay_of
+from fusedckpt.autograd.tracker import Saved, Tracker
+from fusedckpt.fusing import dropouts
 from fusedckpt.fusing.chain_kernels import chain_statistics
-from fusedckpt.fusing.cheap_functions import KINDS, SAVES_NOTHING, WRITES
+from fusedckpt.fusing.cheap_functions import KINDS, WRITES
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
 FLOOR_BYTES = 1 << 20
 
-_PLAIN = frozenset((Tensor, nn.Parameter))
 _SEQUENCES = frozenset((list, tuple))
 # without a call of Python's
 _IS_TRUE = partial(operator.is_, True)
@@ -51,8 +51,8 @@ class RecipeMode(TorchFunctionMode):
         self._hooks = private.top_hooks()
         # the tensors that a function has saved: autograd keeps the pack hook, which must keep no
         # tensor
-        self._packed: list[tuple[Stored, Tensor]] = []
-        self._saving = saved_tensors_hooks(partial(_pack, self._packed), unpack)
+        self._packed: list[Saved] = []
+        self._saving = saved_tensors_hooks(partial(_pack, self._packed, floor), unpack)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -63,7 +63,7 @@ class RecipeMode(TorchFunctionMode):
             floor = self.floor
             # without a call of Python's where the first tensor is small
             for x in args:
-                if x.__class__ in _PLAIN:
+                if x.__class__ in PLAIN:
                     if x.nbytes >= floor:
                         break
                 elif x.__class__ in _SEQUENCES and _is_large(x, floor):
@@ -73,11 +73,17 @@ class RecipeMode(TorchFunctionMode):
         if kind is None or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        inputs = _inputs(args, kwargs)
+        again, inputs = replay_of(func, args, kwargs)
         if not self._takes(inputs, kwargs):
             return func(*args, **kwargs)
+        if kind == "sum":
+            return self._sum(again, args, kwargs, inputs)
         if kind == "cheap":
-            return self._cheap(func, args, kwargs, inputs)
+            return self._cheap(again, args, kwargs, inputs)
+        if kind == "writing":
+            if func in WRITES or kwargs.get("inplace") or any(map(_IS_TRUE, args)):
+                return self._writing(again, args, kwargs, inputs)
+            return self._cheap(again, args, kwargs, inputs)
         if kind == "batch_norm":
             return self._batch_norm(inputs, *args, **kwargs)
         if kind == "dropout":
@@ -85,8 +91,8 @@ class RecipeMode(TorchFunctionMode):
         if kind == "gemm" and private.is_any_autocast_on():
             args = [self._cast(x) for x in args]
         y, saved = self._run(func, args, kwargs)
-        for stored, tensor in saved:
-            self.tracker.save(stored, tensor)
+        for view, tensor in saved:
+            self.tracker.save(view, tensor)
         return y
 
     def _takes(self, inputs: list[Tensor], kwargs: dict[str, Any]) -> bool:
@@ -94,11 +100,11 @@ class RecipeMode(TorchFunctionMode):
         if not torch.is_grad_enabled() or private.top_hooks() != self._hooks or "out" in kwargs:
             return False
         for t in inputs:
-            if type(t) not in _PLAIN or t.layout is not torch.strided or t.is_inference():
+            if t.__class__ not in PLAIN or t.layout is not torch.strided or t.is_inference():
                 return False
         return True
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[tuple[Stored, Tensor]]]:
+    def _run(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Saved]]:
         """Run a function; return its result, and the tensors that it has saved."""
         packed = self._packed
         try:
@@ -107,21 +113,22 @@ class RecipeMode(TorchFunctionMode):
         finally:
             packed.clear()
 
-    def _cheap(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        """Run a cheap function; its result has a recipe."""
-        if func in WRITES or kwargs.get("inplace") or any(map(_IS_TRUE, args)):
-            return self._writing(func, args, kwargs, inputs)
-        if func not in SAVES_NOTHING:
-            y, saved = self._run(func, args, kwargs)
-            if func is F.group_norm:
-                groups = args[1] if len(args) > 1 else kwargs["num_groups"]
-                inputs = [*inputs, *_statistics(func, args[0], groups, inputs, saved)]
-            self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, saved)
-            return y
-        y = func(*args, **kwargs)
+    def _sum(self, again: Replay, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """Run a cheap function that saves no tensor; its result has a recipe."""
+        y = again.func(*args, **kwargs)
         # a view of an input is known by its storage
-        if not isinstance(y, Tensor) or key_of(y) not in [key_of(x) for x in inputs]:
-            self._note(Replay(func, args, kwargs, inputs[0].device), inputs, y, ())
+        if not _is_view(y, inputs):
+            self._note(again, inputs, y, ())
+        return y
+
+    def _cheap(self, again: Replay, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        """Run a cheap function; its result has a recipe."""
+        func = again.func
+        y, saved = self._run(func, args, kwargs)
+        if func is F.group_norm:
+            groups = args[1] if len(args) > 1 else kwargs["num_groups"]
+            inputs = [*inputs, *_statistics(func, args[0], groups, inputs, saved)]
+        self._note(again, inputs, y, saved)
         return y
 
     def _note(
@@ -129,76 +136,65 @@ class RecipeMode(TorchFunctionMode):
         again: Callable[..., Any],
         inputs: Sequence[Tensor],
         y: Any,
-        saved: Sequence[tuple[Stored, Tensor]],
+        saved: Sequence[Saved],
         *,
         overwritten: View | None = None,
-        name: str | None = None,
+        name: str = "",
     ) -> None:
         """Note the recipe of a function's results, and save recipes in place of tensors."""
         tracker = self.tracker
         results = [y] if y.__class__ is Tensor else tensors_in(y)
-        keys = [key_of(t) for t in results] if saved else []
         of_results = []
         # first the inputs that it saves, as recipes read them, then the results that it saves
-        for stored, tensor in saved:
-            if tensor.nbytes >= self.floor and key_of(tensor) in keys:
-                of_results.append((stored, tensor))
+        for view, tensor in saved:
+            if view.__class__ is Leaf:
+                # `save`, without a call
+                if tracker.count is not None:
+                    tracker.count(tensor)
+            elif _is_view(tensor, results):
+                of_results.append((view, tensor))
             else:
-                tracker.save(stored, tensor)
-        name = again.func.__name__ if isinstance(again, Replay) else name or ""
-        tracker.make(name, again, inputs, results, overwritten)
-        for stored, tensor in of_results:
-            tracker.save(stored, tensor)
+                tracker.save(view, tensor)
+        if isinstance(again, Replay):
+            name = again.func.__name__
+        tracker.make(name, again, inputs, results, overwritten, saved=saved)
+        for view, tensor in of_results:
+            tracker.save(view, tensor)
 
-    def _writing(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+    def _writing(self, again: Replay, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """Run a function that may write over its first tensor."""
         x = inputs[0]
         before, version = self.tracker.find(x), x._version
-        y, saved = self._run(func, args, kwargs)
-        writes = y is x and x._version != version
+        y, saved = self._run(again.func, args, kwargs)
+        writes = again.writes = y is x and x._version != version
         overwritten = None
         if writes and before is not None and not isinstance(before.source, Leaf):
             # a leaf that is overwritten cannot be read
             overwritten = before
-            self._note_copies(saved, inputs, overwritten)
+            for _, t in _copies_of(x, inputs, saved):
+                self.tracker.make("clone", _itself, [x], [t], overwritten)
         elif writes:
-            overwritten = self._saved_copy(saved, inputs)
-        is_view = isinstance(y, Tensor) and key_of(y) in [key_of(t) for t in inputs]
-        if is_view and overwritten is None:
-            for stored, tensor in saved:
-                self.tracker.save(stored, tensor)
+            for pair in _copies_of(x, inputs, saved)[:1]:
+                # saved first, so that it is known
+                saved.remove(pair)
+                self.tracker.save(*pair)
+                overwritten = self.tracker.find(pair[1])
+        if overwritten is None and _is_view(y, inputs):
+            for view, tensor in saved:
+                self.tracker.save(view, tensor)
             return y
-        again = Replay(func, args, kwargs, x.device, writes)
         self._note(again, inputs, y, saved, overwritten=overwritten)
         return y
-
-    def _saved_copy(self, saved: list[tuple[Stored, Tensor]], inputs: list[Tensor]) -> View | None:
-        """Return how to read the copy that a function saved of the input that it wrote over."""
-        x, keys = inputs[0], [key_of(t) for t in inputs]
-        for stored, t in saved:
-            is_like_x = (t.shape, t.dtype, t.stride()) == (x.shape, x.dtype, x.stride())
-            if is_like_x and key_of(t) not in keys:
-                saved.remove((stored, t))
-                self.tracker.save(stored, t)
-                return self.tracker.find(t)
-        return None
-
-    def _note_copies(
-        self, saved: list[tuple[Stored, Tensor]], inputs: list[Tensor], overwritten: View
-    ) -> None:
-        """Note the recipe of copies that a function saved of the input that it wrote over."""
-        x, keys = inputs[0], {key_of(t) for t in inputs}
-        for _, t in saved:
-            is_like_x = (t.shape, t.dtype, t.stride()) == (x.shape, x.dtype, x.stride())
-            if is_like_x and key_of(t) not in keys:
-                self.tracker.make("clone", _itself, [x], [t], overwritten)
 
     def _cast(self, x: Any) -> Any:
         """Cast an activation as autocast does, where the cast is known."""
         if type(x) is not Tensor or x.is_leaf or x.dtype != torch.float32:
             return x
         to = autocast_dtype(x.device)
-        return x if to is None else self._cheap(Tensor.to, (x, to), {}, [x])
+        if to is None:
+            return x
+        again, inputs = replay_of(Tensor.to, (x, to), {})
+        return self._sum(again, (x, to), {}, inputs)
 
     def _batch_norm(
         self,
@@ -217,10 +213,10 @@ class RecipeMode(TorchFunctionMode):
         y, saved = self._run(F.batch_norm, args, {})
         if training:
             args = x, None, None, *args[3:]
-        given = _inputs(args, {})
+        again, given = replay_of(F.batch_norm, args, {})
         if training:
             given += _statistics(F.batch_norm, x, 0, inputs, saved)
-        self._note(Replay(F.batch_norm, args, {}, x.device), given, y, saved)
+        self._note(again, given, y, saved)
         return y
 
     def _dropout(
@@ -234,28 +230,28 @@ class RecipeMode(TorchFunctionMode):
         """
         if not training or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
-        if input.device.type != "cpu":
-            state = _cuda_state(input)
-            y, saved = self._run(F.dropout, (input, p, True, inplace), {})
-            mask = next((tensor for _, tensor in saved if tensor.dtype == torch.bool), None)
-            if mask is None or inplace:
-                for stored, tensor in saved:
-                    self.tracker.save(stored, tensor)
-                return y
-            if state is not None:
-                self._note(_Mask(input, p, state), [], mask, (), name="dropout")
-            again = partial(masked, 1 / (1 - p))
-            self._note(again, [input, mask], y, saved, name="dropout")
+        if input.device.type == "cpu":
+            noise = torch.empty_like(input)
+            self._note(dropouts.Noise(noise, p), [], dropouts.drawn(noise, p), (), name="dropout")
+            multiply, args = self._writing if inplace else self._cheap, (input, noise)
+            again, inputs = replay_of(Tensor.mul_ if inplace else Tensor.mul, args, {})
+            return multiply(again, args, {}, inputs)
+        state = dropouts.random_state(input)
+        y, saved = self._run(F.dropout, (input, p, True, inplace), {})
+        mask = next((tensor for _, tensor in saved if tensor.dtype == torch.bool), None)
+        if mask is None or inplace:
+            for view, tensor in saved:
+                self.tracker.save(view, tensor)
             return y
-        again = _Noise(input, p)
-        drawn = again.draw()
-        self._note(again, [], drawn, (), name="dropout")
-        multiply = Tensor.mul_ if inplace else Tensor.mul
-        return self._cheap(multiply, (input, drawn), {}, [input, drawn])
+        if state is not None:
+            self._note(dropouts.Mask(input, p, state), [], mask, (), name="dropout")
+        masked = partial(dropouts.masked, 1 / (1 - p))
+        self._note(masked, [input, mask], y, saved, name="dropout")
+        return y
 
 
 def _is_large(parts: Sequence[Any], floor: int) -> bool:
-    return any(part.__class__ in _PLAIN and part.nbytes >= floor for part in parts)
+    return any(part.__class__ in PLAIN and part.nbytes >= floor for part in parts)
 
 
 def _statistics(
@@ -265,81 +261,35 @@ def _statistics(
     return chain_statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
 
 
-def _pack(packed: list[tuple[Stored, Tensor]], tensor: Tensor) -> Stored:
-    stored = Stored()
-    packed.append((stored, tensor))
-    return stored
+def _pack(packed: list[Saved], floor: int, tensor: Tensor) -> View | Leaf:
+    saved = Leaf(tensor) if tensor.nbytes < floor else unfilled()
+    packed.append((saved, tensor))
+    return saved
 
 
-def _inputs(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors among a call's arguments."""
-    inputs: list[Tensor] = []
-    for x in args:
-        if isinstance(x, Tensor):
-            inputs.append(x)
-        elif type(x) in _SEQUENCES:
-            inputs += tensors_in(x)
-    for x in kwargs.values():
-        if isinstance(x, Tensor):
-            inputs.append(x)
-        elif isinstance(x, (list, tuple)):
-            inputs += tensors_in(x)
-    return inputs
+def _is_view(y: Any, inputs: Sequence[Tensor]) -> bool:
+    """Whether a tensor has the storage of one of some tensors."""
+    if not isinstance(y, Tensor):
+        return False
+    storage = y.untyped_storage()
+    for x in inputs:  # noqa: SIM110  # without a call of Python's
+        if x.untyped_storage() is storage:
+            return True
+    return False
 
 
-class _Noise:
-    """The noise by which dropout multiplies on a CPU, and its random state."""
-
-    def __init__(self, input: Tensor, p: float):
-        self.state, self.p = torch.get_rng_state(), p
-        self.like = torch.empty_like(input, device="meta")
-
-    def draw(self) -> Tensor:
-        """Return noise of the state of now."""
-        keep = 1 - self.p
-        return torch.empty_like(self.like, device="cpu").bernoulli_(keep).div_(keep)
-
-    def __call__(self) -> Tensor:
-        """Return the noise again."""
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.state)
-            return self.draw()
-
-
-def _cuda_state(x: Tensor) -> Tensor | None:
-    """Return CUDA's random state, None where dropout of x cannot be drawn again by it."""
-    # where the data do not begin at 16 bytes, the kernel draws in another order
-    is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
-    if x.device.type != "cuda" or not is_aligned or torch.cuda.is_current_stream_capturing():
-        return None
-    return torch.cuda.get_rng_state(x.device)
-
-
-class _Mask:
-    """The mask of dropout's kernel, and its random state."""
-
-    def __init__(self, input: Tensor, p: float, state: Tensor):
-        self.state, self.p, self.device = state, p, input.device
-        self.like = torch.empty_like(input, device="meta")
-
-    def __call__(self) -> Tensor:
-        """Return the mask again: the numbers are drawn for the same layout, whatever the data."""
-        x = torch.empty_like(self.like, device=self.device)
-        before = torch.cuda.get_rng_state(self.device)
-        torch.cuda.set_rng_state(self.state, self.device)
-        try:
-            return torch.native_dropout(x, self.p, True)[1]
-        finally:
-            torch.cuda.set_rng_state(before, self.device)
+def _copies_of(x: Tensor, inputs: Sequence[Tensor], saved: Sequence[Saved]) -> list[Saved]:
+    """Return what a function has saved as a copy of the input that it wrote over."""
+    layout = x.shape, x.dtype, x.stride()
+    return [
+        (view, t)
+        for view, t in saved
+        if (t.shape, t.dtype, t.stride()) == layout and not _is_view(t, inputs)
+    ]
 
 
 def _itself(x: Tensor) -> Tensor:
     return x.clone()
-
-
-def masked(scale: float, x: Tensor, mask: Tensor) -> Tensor:
-    """Return a dropout's result, from its mask."""
-    return torch.ops.aten.native_dropout_backward(x, mask, scale)
 
 
 @contextmanager
@@ -351,8 +301,9 @@ def every_function(tracker: Tracker) -> Iterator[None]:
         yield
 
 
-def _save_now(reference: weakref.ref[Tracker], tensor: Tensor) -> Stored:
-    stored, tracker = Stored(), reference()
+def _save_now(reference: weakref.ref[Tracker], tensor: Tensor) -> View | Leaf:
+    tracker = reference()
     assert tracker is not None
-    tracker.save(stored, tensor)
-    return stored
+    saved = Leaf(tensor) if tensor.nbytes < tracker.floor else unfilled()
+    tracker.save(saved, tensor)
+    return saved

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels, origins, phases
 from fusedckpt.autograd.private import pytree
-from fusedckpt.autograd.recipes import Made, view_of_leaf
+from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
@@ -160,7 +160,7 @@ def _made_again(
         return None
     output = partial(_output, segment, segment.pack_output(place, y))
     # the module's own backward, which checks parameters, may be over
-    return Made("module", output, [view_of_leaf(p) for p in parameters], [y])
+    return Made("module", output, [Leaf(p) for p in parameters], [y])
 
 
 def _output(segment: Segment, packed: Packed, *_: Tensor) -> Tensor:

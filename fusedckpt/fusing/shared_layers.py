@@ -26,7 +26,7 @@ from fusedckpt.autograd import dispatch, origins, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.origins import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Leaf, Made, View, view_of_leaf
+from fusedckpt.autograd.recipes import Leaf, Made, View
 from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.fusing.recipe_mode import every_function
 
@@ -123,7 +123,8 @@ class SharedLinear(SharedProduct):
         if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
             return y
         if self._fusedckpt_save == "inputs":
-            parent = weakref.ref(view.source), view[1:]
+            layout = view.place, view.size, view.stride, view.offset
+            parent = weakref.ref(view.source), layout
             origins.note(y, LINEAR, partial(_linear_of, parent, y.dtype), weight, bias)
         else:
             origins.note(y, LINEAR, _itself)
@@ -147,10 +148,10 @@ def _linear_of(
         return None
     weight, bias = parameters
     assert weight is not None
-    inputs = [View(source, *layout), view_of_leaf(weight)]
+    inputs = [View(source, *layout), Leaf(weight)]
     if bias is not None:
         # with recipes of functions, as they are copied: eager does not save it
-        inputs.append(view_of_leaf(bias if active() is None else bias.detach().clone()))
+        inputs.append(Leaf(bias if active() is None else bias.detach().clone()))
     return Made("linear", partial(_linear, dtype), inputs, [y])
 
 

@@ -203,7 +203,7 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     y = block(whole)
     # whether the block saves rows and gathers its input again
     saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
-    gathers = bool(saved) and isinstance(saved[0].data, recipes.Stored)
+    gathers = bool(saved) and isinstance(saved[0].data, recipes.View)
     is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
     if not (gathers and sharding.output == split and is_like_x):
         return _summed(y, sharding)
@@ -256,7 +256,7 @@ def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
         if private.top_hooks() is not None or not (raw := raw_saved(whole.grad_fn)):
             return whole
         # not as a reader: its node never reads it
-        raw[0].register_hooks(partial(recipes.Stored, view), recipes.unpack)
+        raw[0].register_hooks(view.replacing, recipes.unpack)
     origins.note(whole, origins.ROWS, _first_source)
     return whole
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.fusing import dropouts, recipe_mode
 from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels import chains
 from fusedckpt.memory import saved_tensors
@@ -186,7 +186,7 @@ def test_a_mask_is_drawn_again_by_its_random_state(monkeypatch):
         torch.cuda, "set_rng_state", lambda state, device: torch.set_rng_state(state)
     )
     x = torch.randn(3, T, D)
-    again = recipe_mode._Mask(x, 0.3, torch.get_rng_state())
+    again = dropouts.Mask(x, 0.3, torch.get_rng_state())
     _, mask = torch.native_dropout(x, 0.3, True)
     state = torch.get_rng_state()
     assert torch.equal(again(), mask)

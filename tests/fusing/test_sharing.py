@@ -99,7 +99,7 @@ def test_memory_is_as_counted_and_freed_by_backward():
     while not hasattr(fc2, "_raw_saved_mat1"):
         fc2 = fc2.next_functions[0][0]
     kept = fc2._raw_saved_mat1.data
-    chain = [kept.view.source]
+    chain = [kept.source]
     while isinstance(source := chain[-1].inputs[0].source, Made):
         chain.append(source)
     assert [made.name for made in chain] == ["gelu", "linear", "norm"]

@@ -9,7 +9,7 @@ import torch._dynamo.compiled_autograd
 from support import randn
 
 import fusedckpt
-from fusedckpt.autograd.recipes import Stored
+from fusedckpt.autograd.recipes import View
 
 D, F = 6, 10
 NORMS = {
@@ -31,7 +31,7 @@ def rows():
 
 def shares(y):
     """Whether the layer that made y keeps its norm's input."""
-    return isinstance(y.grad_fn._raw_saved_tensors[0].data, Stored)
+    return isinstance(y.grad_fn._raw_saved_tensors[0].data, View)
 
 
 def grads(y, *wanted):

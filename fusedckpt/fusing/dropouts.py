@@ -1,0 +1,60 @@
+"""The random numbers of a dropout, drawn again by its random state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Noise:
+    """The noise by which dropout multiplies on a CPU, and its random state."""
+
+    def __init__(self, like: Tensor, p: float):
+        self.state, self.p = torch.get_rng_state(), p
+        self.size, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+
+    def __call__(self) -> Tensor:
+        """Return the noise again."""
+        noise = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self.state)
+            return drawn(noise, self.p)
+
+
+def drawn(noise: Tensor, p: float) -> Tensor:
+    """Draw the noise of a dropout into a tensor."""
+    keep = 1 - p
+    return noise.bernoulli_(keep).div_(keep)
+
+
+class Mask:
+    """The mask of dropout's CUDA kernel, and its random state."""
+
+    def __init__(self, input: Tensor, p: float, state: Tensor):
+        self.state, self.p, self.device = state, p, input.device
+        # contiguous, as `random_state` asks for
+        self.size, self.dtype = input.shape, input.dtype
+
+    def __call__(self) -> Tensor:
+        """Return the mask again: the numbers are drawn for the same layout, whatever the data."""
+        x = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        before = torch.cuda.get_rng_state(self.device)
+        torch.cuda.set_rng_state(self.state, self.device)
+        try:
+            return torch.native_dropout(x, self.p, True)[1]
+        finally:
+            torch.cuda.set_rng_state(before, self.device)
+
+
+def random_state(x: Tensor) -> Tensor | None:
+    """Return CUDA's random state, None where dropout of x cannot be drawn again by it."""
+    # where the data do not begin at 16 bytes, the kernel draws in another order
+    is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
+    if x.device.type != "cuda" or not is_aligned or torch.cuda.is_current_stream_capturing():
+        return None
+    return torch.cuda.get_rng_state(x.device)
+
+
+def masked(scale: float, x: Tensor, mask: Tensor) -> Tensor:
+    """Return a dropout's result, from its mask."""
+    return torch.ops.aten.native_dropout_backward(x, mask, scale)
