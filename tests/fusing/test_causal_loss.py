@@ -131,6 +131,7 @@ def test_a_change_after_the_first_step_is_named():
     assert "lm_head" in report.fallbacks
 
 
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="there it ends all use of the GPU")
 def test_errors_of_the_caller_are_the_models_own():
     _, fused, _ = words()
     with pytest.raises(IndexError):

@@ -46,8 +46,8 @@ def test_a_norm_of_the_result_saves_nothing(kind):
         each.mlp = nn.Identity()
     counts = [len(gemms(lambda m=m: grads(m, x))) for m in (eager, model)]
     if kind is Own:
-        # qkv and proj
-        assert counts[1] == counts[0] + 2
+        # qkv and proj; a GPU has no fused attention in float64, but a product of q and k
+        assert counts[1] == counts[0] + 2 + (DEVICE.type == "cuda")
     if DEVICE.type == "cpu":
         assert count(lambda: grads(model, x)) == 1
     found = []
@@ -59,7 +59,9 @@ def test_a_norm_of_the_result_saves_nothing(kind):
         (again,) = torch.autograd.grad(*args, retain_graph=True)
         found.append([first, again, *torch.autograd.grad(first.square().sum(), weight)])
     torch.testing.assert_close(*found)
-    assert report.fallbacks == {}
+    # a GPU's attention in float64 runs again
+    notes = {"again"} if DEVICE.type == "cuda" else set()
+    assert {reason.key for reason in report.fallbacks.values()} == notes
     # the graph that is left holds nothing
     loss = model(made := x * 1).sum()
     loss.backward()
@@ -111,7 +113,7 @@ def test_a_norm_of_a_result_that_may_not_be_made_again(case):
     x = randn(2, T, D, dtype=torch.float64)
     assert_equal(model.double(), eager.double(), x)
     # x, attention's output, the norms' inputs; at preact attention runs as ever: also q, k and v, q
-    # and k normalised, and the output as the last linear reads it
-    rows = 10 if case == "preact" else 4
+    # and k normalised, and the output as the last linear reads it, which a GPU need not copy
+    rows = (9 if DEVICE.type == "cuda" else 10) if case == "preact" else 4
     x = x.float()
     assert saved_bytes(model.float(), [x]) == 2 * T * rows * 4 * D + statistics_bytes()

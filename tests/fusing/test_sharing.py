@@ -271,7 +271,8 @@ def test_a_router_and_experts_save_no_rows(dtype, autocasts):
         wide = [s for s in saved.storages if s.nbytes >= x.numel() * 2]
         results.append((len(wide), torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])))
     (was, expected), (now, found) = results
-    assert was >= 3
+    # the input and the rows; a GPU's norm saves no more
+    assert was >= 2
     assert now == 1
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if x.dtype == torch.float32 and not autocasts else {}
     torch.testing.assert_close(found, expected, **tolerance or {"rtol": 0.05, "atol": 0.05})

@@ -296,6 +296,8 @@ def broken(**fields):
     ids=str,
 )
 def test_refusals(change, error, says):
+    if DEVICE.type == "cuda" and "negative" in says:
+        pytest.skip("the device asserts, and is of no use to the process after that")
     x, scores, gate_up, down = leaves()
     given = {"index": routing(T), "scores": scores, "gate_up": gate_up, "down": down} | change
     given = {key: on_device(value) for key, value in given.items()}

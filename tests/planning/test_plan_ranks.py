@@ -160,14 +160,15 @@ def check_sharded(rank: int, policy: str, dropped: list[bool]) -> None:
     plain(batch.flatten(0, 1)).backward()
     names = [f"blocks.{i}" for i in range(4)]
     found = planned(model, x, policy=policy, units=names)
+    mesh = init_device_mesh("cpu", (2,))
     for is_applied_first in (True, False):
         sharded = copy.deepcopy(model)
         if is_applied_first:
             found.apply(sharded)
         outputs: list[StorageWeakRef] = []
         for block in sharded.blocks:
-            fully_shard(block).register_forward_hook(partial(_note, outputs))
-        fully_shard(sharded)
+            fully_shard(block, mesh=mesh).register_forward_hook(partial(_note, outputs))
+        fully_shard(sharded, mesh=mesh)
         if not is_applied_first:
             found.apply(sharded)
         for _ in range(2):
