@@ -31,7 +31,7 @@ _MOVES = """
     roll flip repeat tile repeat_interleave pixel_shuffle pixel_unshuffle channel_shuffle
 """
 _OTHERS = """
-    layer_norm group_norm rms_norm batch_norm instance_norm local_response_norm normalize
+    layer_norm group_norm rms_norm local_response_norm normalize
     softmax log_softmax var var_mean std std_mean norm cumsum amax amin complex polar
     interpolate upsample avg_pool1d avg_pool2d avg_pool3d index_select gather take_along_dim
 """
@@ -80,5 +80,6 @@ KINDS = {
     **dict.fromkeys(_SAVES_NOTHING, "sum"),
     **dict.fromkeys(WRITES | _MAY_WRITE, "writing"),
     F.batch_norm: "batch_norm",
+    F.instance_norm: "instance_norm",
     F.dropout: "dropout",
 }

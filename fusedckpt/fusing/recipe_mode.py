@@ -86,6 +86,8 @@ class RecipeMode(TorchFunctionMode):
             return self._cheap(again, args, kwargs, inputs)
         if kind == "batch_norm":
             return self._batch_norm(inputs, *args, **kwargs)
+        if kind == "instance_norm":
+            return self._instance_norm(*args, **kwargs)
         if kind == "dropout":
             return self._dropout(*args, **kwargs)
         if kind == "gemm" and private.is_any_autocast_on():
@@ -199,9 +201,9 @@ class RecipeMode(TorchFunctionMode):
     def _batch_norm(
         self,
         inputs: list[Tensor],
-        x: Tensor,
-        mean: Any,
-        var: Any,
+        input: Tensor,
+        running_mean: Any,
+        running_var: Any,
         weight: Any = None,
         bias: Any = None,
         training: bool = False,
@@ -209,14 +211,33 @@ class RecipeMode(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         """Run batch norm; its recipe leaves the running statistics as they are."""
-        args = x, mean, var, weight, bias, training, momentum, eps
+        args = input, running_mean, running_var, weight, bias, training, momentum, eps
         y, saved = self._run(F.batch_norm, args, {})
         if training:
-            args = x, None, None, *args[3:]
+            args = input, None, None, *args[3:]
         again, given = replay_of(F.batch_norm, args, {})
         if training:
-            given += _statistics(F.batch_norm, x, 0, inputs, saved)
+            given += _statistics(F.batch_norm, input, 0, inputs, saved)
         self._note(again, given, y, saved)
+        return y
+
+    def _instance_norm(
+        self,
+        input: Tensor,
+        running_mean: Any = None,
+        running_var: Any = None,
+        weight: Any = None,
+        bias: Any = None,
+        use_input_stats: bool = True,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Run instance norm; its recipe leaves the running statistics as they are."""
+        args = input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+        y, saved = self._run(F.instance_norm, args, {})
+        if use_input_stats:
+            args = input, None, None, *args[3:]
+        self._note(*replay_of(F.instance_norm, args, {}), y, saved)
         return y
 
     def _dropout(

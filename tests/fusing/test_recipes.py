@@ -376,6 +376,44 @@ def test_a_value_whose_inputs_were_written_in_the_forward_is_saved():
     same(step(with_recipes(eager), x), step(eager, x))
 
 
+class RunningStatistics(nn.Module):
+    """Convolutions with a norm between that updates running statistics."""
+
+    def __init__(self, norm: Callable[..., Tensor]):
+        super().__init__()
+        self.first, self.last = nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1)
+        self.norm = norm
+        self.register_buffer("mean", torch.zeros(C))
+        self.register_buffer("var", torch.ones(C))
+
+    def forward(self, x):
+        return self.last(F.relu(self.norm(self.first(x), self.mean, self.var)))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x, m, v: F.instance_norm(x, m, v),
+        lambda x, m, v: F.instance_norm(x, running_mean=m, running_var=v),
+        lambda x, m, v: F.instance_norm(x, m, v, use_input_stats=False),
+        lambda x, m, v: F.batch_norm(x, running_mean=m, running_var=v, training=True),
+        lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.1, 1e-5, False),
+        lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.1, 1e-5, False),
+    ],
+)
+def test_running_statistics_advance_once(norm):
+    eager, x = RunningStatistics(norm).double(), torch.randn(2, C, 4, 4, dtype=torch.float64)
+    model = copy.deepcopy(eager)
+    fusedckpt.fuse(model, recipes=True)
+    for net in (eager, model):
+        loss = net(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    pairs = zip(eager.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert all(map(torch.equal, eager.buffers(), model.buffers()))
+
+
 def test_hooks():
     """Hooks on results see the same gradients; saved-tensor hooks of others are left alone."""
     eager, x = net("diffusion")
