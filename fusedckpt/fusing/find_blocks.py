@@ -6,6 +6,7 @@ layer with a method that is an MLP.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.fuse_report import join
-from fusedckpt.fusing.fused_mlps import FusedFeedForward, within
-from fusedckpt.fusing.guards import child_at
+from fusedckpt.fusing.fuse_report import join_names
+from fusedckpt.fusing.fused_mlps import FusedFeedForward, level_or_inputs
 from fusedckpt.fusing.lookalikes import looks_like
-from fusedckpt.fusing.match_experts import holds as holds_experts
-from fusedckpt.fusing.match_mlps import blocks_of, feed_forward_of
+from fusedckpt.fusing.match_experts import has_experts_parameters
+from fusedckpt.fusing.match_mlps import SequentialBlock, blocks_of, feed_forward_of
 from fusedckpt.fusing.match_shared import may_share
-from fusedckpt.fusing.matcher import Matcher, unfit
+from fusedckpt.fusing.matcher import Matcher, swap_obstacle
+from fusedckpt.fusing.mlp_match import rates_above_zero
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import MARK, Part, Swap
@@ -30,153 +31,191 @@ from fusedckpt.layers.sequential import Sequential
 
 
 class BlockFinder:
-    """Finds modules that are one block, and the modules that these compute."""
+    """The walk of one call of `fuse` over the modules of a model."""
 
     def __init__(self, search: Search, matcher: Matcher):
-        self.search, self.report, self.matcher = search, search.report, matcher
+        self.search = search
+        self.report = search.report
+        self.matcher = matcher
 
     def find(self) -> None:
-        """Look at every module, those inside a block excepted."""
+        """Add the swap of each module to the search, modules inside a swapped one excepted."""
         inside = self.search.inside
         for name, module in self.search.modules.items():
             if module in inside:
                 continue
             swap = self._swap_of(name, module)
             attributes = vars(module) if swap is None else swap.attributes
-            if swap is None and (swap := self._feed_forward(name, module)) is not None:
-                inside.update(swap.own.children())
+            if swap is None and (swap := self._feed_forward_swap(name, module)) is not None:
+                inside.update(swap.method_mlp.children())
             if swap is not None:
                 self.search.swaps.append((module, swap))
             inside.update(_computed_in(module, attributes))
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
-        """Return a module's swap, if any; report it, or why a module that looks like one is not."""
-        wanted = self.search
-        report = self.report
+        """Return a module's swap, if any; report why a module that looks like a block has none."""
         if (original := module.__dict__.get(MARK)) is not None:
             for inner, part in original.parts.items():
-                if wanted.has(join(name, inner), part.kind):
-                    report.keep(join(name, inner), part)
+                if self.search.has(join_names(name, inner), part.kind):
+                    self.report.keep(join_names(name, inner), part)
         if MARK in vars(module) or type(module).__module__.startswith("fusedckpt."):
             return None
         if isinstance(module, ScriptModule):
-            if wanted.has(name, "mlp") and any(True for _ in module.parameters()):
-                report.leave(name, "mlp", NotFused("scripted"), module.original_name)
+            if self.search.has(name, "mlp") and any(True for _ in module.parameters()):
+                self.report.leave(name, "mlp", NotFused("scripted"), module.original_name)
             return None
-        if isinstance(module, nn.Sequential) and not self._is_one(module):
-            return self._sequential(name, module)
+        if isinstance(module, nn.Sequential) and not self._is_one_block(module):
+            return self._sequential_swap(name, module)
+        return self._whole_swap(name, module)
+
+    def _whole_swap(self, name: str, module: nn.Module) -> Swap | None:
+        """Return the swap of a module that is one block as a whole."""
         obstacles: dict[str, NotFused] = {}
-        for kind in self._kinds(module):
-            if not wanted.has(name, kind) and not (kind == "mlp" and wanted.has(name, "linear")):
+        for kind in _kinds_to_try(module):
+            is_asked = self.search.has(name, kind)
+            # a module tried as an MLP may be one linear with its activation
+            if not is_asked and not (kind == "mlp" and self.search.has(name, "linear")):
                 continue
-            swap = self.matcher.of(module, kind)
+            swap = self.matcher.swap_of(module, kind)
             if isinstance(swap, NotFused):
                 obstacles[kind] = swap
-            elif swap is not None and wanted.has(name, swap.kind):
-                report.swap(name, swap.parts[""])
+            elif swap is not None and self.search.has(name, swap.kind):
+                self.report.swap(name, swap.parts[""])
                 return swap
-        # name it, if it is one that could have been
-        is_experts = holds_experts(module)
-        kind = "experts" if is_experts else looks_like(module) or next(iter(obstacles), None)
-        if kind is not None and wanted.has(name, kind):
-            reason = obstacles.get(kind) or (obstacles.get("mlp") if kind == "linear" else None)
-            reason = reasons.of_module(module, kind, reason)
-            report.leave(name, kind, reason, type(module).__name__)
+        self._report_lookalike(name, module, obstacles)
         return None
 
-    def _kinds(self, module: nn.Module) -> tuple[str, ...]:
-        if adapters.is_lora(module):
-            return ("linear",)
-        if holds_experts(module):
-            return ("experts",)
-        return ("mlp",) if isinstance(module, nn.Sequential) else ("norm", "mlp")
+    def _report_lookalike(
+        self, name: str, module: nn.Module, obstacles: dict[str, NotFused]
+    ) -> None:
+        """Report a module that looks like a block, and why it is none."""
+        if has_experts_parameters(module):
+            kind = "experts"
+        else:
+            kind = looks_like(module) or next(iter(obstacles), None)
+        if kind is None or not self.search.has(name, kind):
+            return
+        obstacle = obstacles.get(kind) or (obstacles.get("mlp") if kind == "linear" else None)
+        reason = reasons.of_module(module, kind, obstacle)
+        self.report.leave(name, kind, reason, type(module).__name__)
 
-    def _is_one(self, module: nn.Sequential) -> bool:
+    def _is_one_block(self, module: nn.Sequential) -> bool:
         kinds = self.search.kinds
         return (kinds["mlp"] or kinds["linear"]) and self.matcher.is_one_block(module)
 
-    def _feed_forward(self, name: str, module: nn.Module) -> Swap | None:
+    def _feed_forward_swap(self, name: str, module: nn.Module) -> Swap | None:
         """Return the swap of a layer's method that is an MLP."""
         mlp = None if MARK in vars(module) else feed_forward_of(module)
         if mlp is None or not self.search.has(name, "mlp"):
             return None
-        swap = self.matcher.of(mlp, "mlp")
+        swap = self.matcher.swap_of(mlp, "mlp")
         if not isinstance(swap, Swap) or swap.kind != "mlp":
             return None
-        if unfit(module, swap.attributes, [module]) is not None:
+        if swap_obstacle(module, swap.attributes, [module]) is not None:
             return None
         self.report.swap(name, swap.parts[""])
         match = swap.attributes["_fusedckpt_match"]
-        match = match._replace(held=tuple(state for state in match.held if state.path))
-        to = subclass(FusedFeedForward, type(module))
+        # the layer has more children and attributes than the MLP
+        match = match._replace(guards=tuple(guard for guard in match.guards if guard.path))
         return replace(
-            swap, to=to, attributes={**swap.attributes, "_fusedckpt_match": match}, own=mlp
+            swap,
+            new_class=subclass(FusedFeedForward, type(module)),
+            attributes={**swap.attributes, "_fusedckpt_match": match},
+            method_mlp=mlp,
         )
 
-    def _tail(self, prefix: str, parent: nn.Sequential) -> Swap | None:
+    def _tail_swap(self, prefix: str, parent: nn.Sequential) -> Swap | None:
         """Return the swap of a Sequential with an MLP of another kind behind its first layers."""
-        tail_and_mlp, kind = tail_of(parent), type(parent)
-        is_plain = (kind.forward, kind.__iter__) == (nn.Sequential.forward, nn.Sequential.__iter__)
-        if tail_and_mlp is None or not is_plain or reasons.of_storage(parent) is not None:
+        tail_and_mlp = tail_of(parent)
+        if tail_and_mlp is None or _overrides_calls(type(parent)):
+            return None
+        if reasons.of_storage(parent) is not None:
             return None
         tail, mlp = tail_and_mlp
-        name = join(prefix, tail.mlp[0])
-        swap = self.matcher.of(mlp, "mlp") if self.search.has(name, "mlp") else None
+        name = join_names(prefix, tail.mlp[0])
+        swap = self.matcher.swap_of(mlp, "mlp") if self.search.has(name, "mlp") else None
         if not isinstance(swap, Swap) or swap.kind != "mlp":
             return None
         swap = tail_swap(parent, tail, swap)
-        if unfit(parent, swap.attributes, [parent, *mlp.modules()]) is not None:
+        if swap_obstacle(parent, swap.attributes, [parent, *mlp.modules()]) is not None:
             return None
         self.report.swap(name, swap.parts[tail.mlp[0]])
         return swap
 
-    def _sequential(self, prefix: str, parent: nn.Sequential) -> Swap | None:
-        """Return the swap of a Sequential with blocks in it."""
-        matcher = self.matcher
-        report = self.report
-        kind = type(parent)
-        save = within(matcher.save, ("inputs", "preact"))
-        attributes = {"save": save, "chunks": matcher.chunks}
-        blocks = blocks_of(parent, save, matcher.chunks)
-        fused = [layer for layers, _ in blocks.values() for layer in layers.values()]
-        if not any(block.kind == "mlp" for _, block in blocks.values()):
-            swap = self._tail(prefix, parent)
+    def _sequential_swap(self, prefix: str, parent: nn.Sequential) -> Swap | None:
+        """Return the swap of a Sequential with blocks among its layers."""
+        save = level_or_inputs(self.matcher.save, ("inputs", "preact"))
+        attributes = {"save": save, "chunks": self.matcher.chunks}
+        blocks = blocks_of(parent, save, self.matcher.chunks)
+        if not any(block.swap.kind == "mlp" for block in blocks.values()):
+            swap = self._tail_swap(prefix, parent)
             if swap is not None:
                 return swap
-        for name, reason in reasons.apart(parent):
-            is_meant = self.search.has(join(prefix, name), "linear")
-            if is_meant and parent.get_submodule(name) not in fused:
-                reason = reasons.of_storage(parent) or reason
-                report.leave(join(prefix, name), "linear", reason, kind.__name__)
-        meant = {
-            n: pair for n, pair in blocks.items() if self.search.has(join(prefix, n), pair[1].kind)
+        fused = [layer for block in blocks.values() for layer in block.layers.values()]
+        self._report_linears_apart(prefix, parent, fused)
+        asked = {
+            name: block
+            for name, block in blocks.items()
+            if self.search.has(join_names(prefix, name), block.swap.kind)
         }
-        # one layer that no kernel takes, or a block that is not meant, keeps it as it is
-        obstacle = reasons.of_storage(parent) or unfit(parent, attributes, fused)
-        if (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__):
-            obstacle = obstacle or NotFused("sequential")
-        if len(meant) < len(blocks):
-            obstacle = obstacle or NotFused("neighbour")
+        # one block that cannot be fused, or is not asked for, leaves all blocks as they are
+        obstacle = reasons.of_storage(parent) or swap_obstacle(parent, attributes, fused)
+        if obstacle is None and _overrides_calls(type(parent)):
+            obstacle = NotFused("sequential")
+        if obstacle is None and len(asked) < len(blocks):
+            obstacle = NotFused("neighbour")
         parts: dict[str, Part] = {}
-        for name, (layers, block) in meant.items():
-            swap = obstacle or matcher.checked(nn.Sequential(*layers.values()), block)
+        for name, block in asked.items():
+            if obstacle is not None:
+                break
+            swap = self.matcher.verified(nn.Sequential(*block.layers.values()), block.swap)
             if isinstance(swap, NotFused):
                 obstacle = swap
             else:
                 parts[name] = swap.parts[""]
-        for name, (_, block) in meant.items():
+        for name, block in asked.items():
+            full_name = join_names(prefix, name)
             if obstacle is not None:
-                report.leave(join(prefix, name), block.kind, obstacle, kind.__name__)
+                self.report.leave(full_name, block.swap.kind, obstacle, type(parent).__name__)
             else:
-                report.swap(join(prefix, name), parts[name])
-        if obstacle is not None or not meant:
+                self.report.swap(full_name, parts[name])
+        if obstacle is not None or not asked:
             return None
-        # Sequentials inside that a block begins or ends in are not called
-        inner = [name for layers, _ in meant.values() for name in layers if "." in name]
-        opened = {name[:place] for name in inner for place, c in enumerate(name) if c == "."}
-        self.search.inside.update(map(parent.get_submodule, opened))
-        to = Sequential if kind is nn.Sequential else subclass(Sequential, kind)
-        return Swap("mlp", "", to, attributes, parts=parts)
+        self.search.inside.update(_entered(parent, asked.values()))
+        is_plain = type(parent) is nn.Sequential
+        new_class = Sequential if is_plain else subclass(Sequential, type(parent))
+        return Swap("mlp", "", new_class, attributes, parts=parts)
+
+    def _report_linears_apart(
+        self, prefix: str, parent: nn.Sequential, fused: list[nn.Module]
+    ) -> None:
+        """Report the linears of a Sequential whose activation is in no block with them."""
+        for name, reason in reasons.linears_apart(parent):
+            is_asked = self.search.has(join_names(prefix, name), "linear")
+            if is_asked and parent.get_submodule(name) not in fused:
+                reason = reasons.of_storage(parent) or reason
+                self.report.leave(join_names(prefix, name), "linear", reason, type(parent).__name__)
+
+
+def _kinds_to_try(module: nn.Module) -> tuple[str, ...]:
+    """Return the kinds of blocks that a module may be as a whole."""
+    if adapters.is_lora(module):
+        return ("linear",)
+    if has_experts_parameters(module):
+        return ("experts",)
+    return ("mlp",) if isinstance(module, nn.Sequential) else ("norm", "mlp")
+
+
+def _overrides_calls(kind: type[nn.Sequential]) -> bool:
+    """Whether a subclass of nn.Sequential may not call its layers one after the other."""
+    return (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__)
+
+
+def _entered(parent: nn.Sequential, blocks: Iterable[SequentialBlock]) -> Iterator[nn.Module]:
+    """Yield the Sequentials inside in which a block begins or ends: these are not called."""
+    names = {name for block in blocks for name in block.layers if "." in name}
+    outer = {name[:place] for name in names for place, c in enumerate(name) if c == "."}
+    return map(parent.get_submodule, outer)
 
 
 def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Module]:
@@ -185,13 +224,12 @@ def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Modul
     None where it may run its children.
     """
     match = attributes.get("_fusedckpt_match")
-    rates = getattr(match, "rates", ())
-    dropping = any(getattr(child_at(module, path), name, 0) > 0 for path, name in rates)
+    is_dropping = any(True for _ in rates_above_zero(module, match))
     # a linear and its activation may read a recipe, and be read by one
     shares = may_share(module, getattr(match, "block", None))
     if isinstance(module, ScriptModule):
         return [*module.modules()]
-    if match is None or dropping or shares:
+    if match is None or is_dropping or shares:
         return []
     tail = attributes.get("_fusedckpt_tail")
     layers = [module] if tail is None else [module._modules[name] for name in tail.mlp]

@@ -12,8 +12,8 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.guards import child_at
 from fusedckpt.fusing.match_mlps import blocks_of
+from fusedckpt.fusing.mlp_match import rates_above_zero
 from fusedckpt.fusing.swap import MARK, Original, Part
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -68,7 +68,7 @@ class FuseReport:
         """Keep a weak reference to the model, and forget the notes of earlier calls."""
         self._model[:] = [weakref.ref(model)]
         self.seen.update(Counter(type(module).__name__ for module in model.modules()))
-        forget(model)
+        forget_notes(model)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process has no model to look at
@@ -176,7 +176,7 @@ def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
     for name, module in model.named_modules():
         original: Original | None = module.__dict__.get(MARK)
         for inner, part in original.parts.items() if original is not None else ():
-            yield join(name, inner), module, inner, part
+            yield join_names(name, inner), module, inner, part
 
 
 def reason_now(module: nn.Module, inner: str) -> NotFused | None:
@@ -191,7 +191,7 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
     # which blocks there are it finds anew in every call
     if inner in blocks_of(module, module.save):
         return None
-    return dict(reasons.apart(module)).get(inner, NotFused("apart now", inner))
+    return dict(reasons.linears_apart(module)).get(inner, NotFused("apart now", inner))
 
 
 def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
@@ -200,17 +200,16 @@ def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
         if getattr(module, "save", "") == "inputs":
             # recomputed with its masks
             continue
-        for path, rate in getattr(module.__dict__.get("_fusedckpt_match"), "rates", ()):
-            if getattr(child_at(module, path), rate, 0) > 0:
-                yield name, NotFused("dropout", ".".join(path) or rate)
+        for path, attribute in rates_above_zero(module, module.__dict__.get("_fusedckpt_match")):
+            yield name, NotFused("dropout", ".".join(path) or attribute)
 
 
-def forget(model: nn.Module) -> None:
+def forget_notes(model: nn.Module) -> None:
     """Begin anew."""
     for module in model.modules():
         fallbacks.taken(module)
 
 
-def join(prefix: str, name: str) -> str:
+def join_names(prefix: str, name: str) -> str:
     """Return the full name of the module `name` inside `prefix`; either may be empty."""
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -48,7 +48,7 @@ class FusedCalls:
         self._calls: Counter[nn.Module] = Counter()
         self._tokens: dict[nn.Module, int] = {}
         self._reasons: dict[tuple[nn.Module, str], NotFused] = {}
-        fuse_report.forget(model)
+        fuse_report.forget_notes(model)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantised import quantised
-from fusedckpt.fusing.guards import Held, broken
+from fusedckpt.fusing.guards import Guard, first_change
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.kernels.gating import Gating
 from fusedckpt.layers import fallbacks
@@ -33,7 +33,7 @@ class ExpertsMatch(NamedTuple):
 
     gating: Gating
     is_transposed: bool
-    held: tuple[Held, ...]
+    guards: tuple[Guard, ...]
     is_own: bool = True
 
 
@@ -81,7 +81,7 @@ def fused(
     scores: Any,
 ) -> Tensor | NotFused:
     """Return the result of a module's experts, or why this call cannot run fused."""
-    if (changed := broken(module, match.held)) is not None:
+    if (changed := first_change(module, match.guards)) is not None:
         return changed
     weights = {n: _operand(module, n, match.is_transposed) for n in (*WEIGHTS, *BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing.guards import Held, broken
+from fusedckpt.fusing.guards import Guard, first_change
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -38,7 +38,7 @@ class GatedNormMatch(NamedTuple):
     # the dtypes that were verified
     dtypes: tuple[Dtypes, ...] = ()
     # state that must not change
-    held: tuple[Held, ...] = ()
+    guards: tuple[Guard, ...] = ()
     # whether it may run under autocast
     autocasts: bool = True
 
@@ -62,7 +62,7 @@ class FusedGatedNorm(Swapped):
         weight = None if match.weight is None else self._parameters.get(match.weight)
         if not dispatch.are_plain(x, gate, weight):
             return fallbacks.unplain(x, gate=gate, **{match.weight or "": weight})
-        if (change := broken(self, match.held)) is not None:
+        if (change := first_change(self, match.guards)) is not None:
             return change
         if match.weight is not None and weight is None:
             return NotFused("changed", match.weight)
@@ -72,13 +72,13 @@ class FusedGatedNorm(Swapped):
         is_cast = dispatch.autocast_dtype(x.device) is not None
         if dtypes not in match.dtypes or (is_cast and not match.autocasts):
             return NotFused("dtype", x.dtype)
-        return gated_by(self, match, x, gate, weight)
+        return matched_gated_norm(self, match, x, gate, weight)
 
     def _now(self) -> str:
         return f"fused as {self._fusedckpt_match.words}"
 
 
-def gated_by(
+def matched_gated_norm(
     module: nn.Module, match: GatedNormMatch, x: Tensor, gate: Tensor, weight: Tensor | None
 ) -> Tensor:
     """Return the norm that a match describes."""

@@ -14,9 +14,14 @@ from fusedckpt.blocks import compiled
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
-from fusedckpt.fusing.guards import broken
+from fusedckpt.fusing.guards import first_change
 from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch
-from fusedckpt.fusing.mlp_weights import dropped, drops_of, linear_tensors_of, linears_of
+from fusedckpt.fusing.mlp_weights import (
+    dropouts_from_seeds,
+    linear_operands,
+    shardable_linears,
+    with_result_dropout,
+)
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.swapped import Swapped
@@ -41,7 +46,7 @@ class FusedMLP(Swapped):
 
     def linears_to_shard(self) -> list[nn.Module] | str:
         """Return the modules with the block's weights, or why they must stay whole."""
-        return linears_of(self, self._fusedckpt_match)
+        return shardable_linears(self, self._fusedckpt_match)
 
     def _now(self) -> str:
         block = self._fusedckpt_match.block
@@ -66,12 +71,10 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     """Return the result of a module's MLP, or why this call cannot run fused."""
     match = module._fusedckpt_match
     block = match.block
-    if block.kind == "linear_act" and _shares(module, x):
+    if block.kind == "linear_act" and _shares_recipes(module, x):
         # its layers save no more, and let the next linear save as little
         return original(x)
-    known = LEVELS[block.kind]
-    default = module.save if known == levels.LEVELS else within(module.save, known)
-    level = levels.resolve(block.kind, None, default, known)
+    level = _level_now(module, block)
     sharding = getattr(module, "_fusedckpt_sharding", None)
     if sharding is not None:
         sharded.check_input(type(module).__name__, x, sharding)
@@ -79,49 +82,60 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
             count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
             run = partial(sharded.on_dtensors, original, sharding=sharding)
             return compiled.run(run, tuple(range(count)), x)
-    tensors = broken(module, match.held) or linear_tensors_of(module, match, x, sharding)
-    if isinstance(tensors, NotFused):
-        runs_again = tensors.key == "dropout" and sharding is None and torch.is_grad_enabled()
-        if runs_again and dispatch.are_plain(x) and level != "preact":
-            return (
-                recomputed_call(module, original, x, (x,))
-                if needs_gradient(module, (x,))
-                else original(x)
-            )
-        return tensors
-    options = _options(module, block, level, drops := drops_of(module, match))
+    operands = first_change(module, match.guards) or linear_operands(module, match, x, sharding)
+    if isinstance(operands, NotFused):
+        runs_again = operands.key == "dropout" and sharding is None and torch.is_grad_enabled()
+        if not (runs_again and dispatch.are_plain(x) and level != "preact"):
+            return operands
+        if needs_gradient(module, (x,)):
+            return recomputed_call(module, original, x, (x,))
+        return original(x)
+    dropouts = dropouts_from_seeds(module, match)
+    options = _options(module, block, level, dropouts)
 
-    def computed(x: Tensor) -> Tensor:
-        return run_linears(options, x, (), tensors)
+    def run_block(x: Tensor) -> Tensor:
+        return run_linears(options, x, (), operands)
 
-    y = computed(x) if sharding is None else sharded.spread(computed, x, sharding)
-    return y if drops else dropped(module, match, y)
+    y = run_block(x) if sharding is None else sharded.spread(run_block, x, sharding)
+    return y if dropouts else with_result_dropout(module, match, y)
 
 
-def _options(module: Any, block: MatchedBlock, level: str, drops: dict[str, Any]) -> BlockOptions:
+def _level_now(module: Any, block: MatchedBlock) -> str:
+    """Return the level of this call, which a plan or `saving` may override."""
+    known = LEVELS[block.kind]
+    default = module.save if known == levels.LEVELS else level_or_inputs(module.save, known)
+    return levels.resolve(block.kind, None, default, known)
+
+
+def _options(
+    module: Any, block: MatchedBlock, level: str, dropouts: dict[str, Any]
+) -> BlockOptions:
     names = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
-    linears = Linears(PACKED if block.packed == "gate" else names)
     return BlockOptions(
-        *(block.kind, block.kind, linears, block.activation),
+        name=block.kind,
+        caller=block.kind,
+        linears=Linears(PACKED if block.packed == "gate" else names),
+        activation=block.activation,
         save=level,
         chunks=module.chunks,
-        **drops,
+        **dropouts,
     )
 
 
-def _shares(module: nn.Module, x: Tensor) -> bool:
+def _shares_recipes(module: nn.Module, x: Tensor) -> bool:
     """Whether a linear and its activation are layers that save a recipe of this input."""
     kinds = [type(layer) for layer in module._modules.values()]
-    are_all = (any(issubclass(k, ours) for k in kinds) for ours in (SharedLinear, SharedActivation))
-    return len(kinds) > 1 and all(are_all) and shared_view_of(x) is not None
+    has_linear = any(issubclass(kind, SharedLinear) for kind in kinds)
+    has_activation = any(issubclass(kind, SharedActivation) for kind in kinds)
+    return has_linear and has_activation and shared_view_of(x) is not None
 
 
-def of_chunks(chunks: int | None) -> list[str]:
+def chunk_words(chunks: int | None) -> list[str]:
     """Return the words of reports on the chunks of an MLP; none if they are not set."""
     return [] if chunks is None else [f"{chunks} chunk{'s' * (chunks > 1)}"]
 
 
-def within(level: str, known: tuple[str, ...]) -> str:
+def level_or_inputs(level: str, known: tuple[str, ...]) -> str:
     """Return a level, "inputs" for one that the layer does not have."""
     levels.check("fuse", level, levels.LEVELS)
     return level if level in known else "inputs"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.blocks import reader
-from fusedckpt.fusing.guards import Held, broken
+from fusedckpt.fusing.guards import Guard, first_change
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -36,7 +36,7 @@ class NormMatch(NamedTuple):
     # whether the result has x's dtype even under autocast
     casts_back: bool = False
     # state that must not change
-    held: tuple[Held, ...] = ()
+    guards: tuple[Guard, ...] = ()
     # whether it may run under autocast
     autocasts: bool = True
 
@@ -51,14 +51,17 @@ class FusedNorm(Swapped):
         names = self._fusedckpt_match.weight, self._fusedckpt_match.bias
         weight, bias = (None if name is None else self._parameters.get(name) for name in names)
         if dispatch.are_plain(x, weight, bias):
-            return self._computed(x, weight, bias)
-        y = sharded.on_rows(self._computed, 1, x, weight, bias)
+            return self._normalised(x, weight, bias)
+        # DTensors: each rank has whole rows
+        y = sharded.on_rows(self._normalised, 1, x, weight, bias)
         by_name = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
         return fallbacks.unplain(x, **by_name) if y is None else y
 
-    def _computed(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor | NotFused:
+    def _normalised(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor | NotFused:
         match = self._fusedckpt_match
-        if (changed := broken(self, match.held)) is not None:
+        if (changed := first_change(self, match.guards)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:

@@ -21,7 +21,7 @@ from fusedckpt.fusing.swap import MARK
 from fusedckpt.layers.fallbacks import NotFused
 
 
-class Held(NamedTuple):
+class Guard(NamedTuple):
     """The state of one module that must not change."""
 
     # the names of the children that lead to it
@@ -71,12 +71,12 @@ def child_at(module: nn.Module, path: Path) -> nn.Module | None:
     return child
 
 
-def broken(module: nn.Module, held: tuple[Held, ...]) -> NotFused | None:
+def first_change(module: nn.Module, guards: tuple[Guard, ...]) -> NotFused | None:
     """Return the first change in a module since it was recorded, None if nothing changed.
 
     The reason names the child that was replaced or has hooks, or the changed attribute.
     """
-    for path, kind, children, reads in held:
+    for path, kind, children, reads in guards:
         part = child_at(module, path)
         if part is None or (kind is not None and kind is not _kind(part)):
             return NotFused("child", ".".join(path))

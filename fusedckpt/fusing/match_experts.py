@@ -28,8 +28,8 @@ from fusedckpt.fusing.fused_experts import (
     FusedExperts,
     is_eager,
 )
-from fusedckpt.fusing.fused_mlps import of_chunks
-from fusedckpt.fusing.guards import Held, is_function, is_simple
+from fusedckpt.fusing.fused_mlps import chunk_words
+from fusedckpt.fusing.guards import Guard, is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Part, Swap
@@ -39,7 +39,7 @@ from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers.fallbacks import NotFused
 
 
-def holds(module: nn.Module) -> bool:
+def has_experts_parameters(module: nn.Module) -> bool:
     """Whether a module has the parameters of transformers' experts."""
     weights = [module._parameters.get(name) for name in WEIGHTS]
     return all(p is not None and p.dim() == 3 for p in weights)
@@ -73,18 +73,18 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
         if name[0] != "_" and name != "training" and type(value) is not int
         if is_simple(value) or is_function(value)
     )
-    held = [Held((), None, None, reads)]
-    held += [Held((n,), type(child), None, ()) for n, child in module.named_children()]
+    guards = [Guard((), None, None, reads)]
+    guards += [Guard((n,), type(child), None, ()) for n, child in module.named_children()]
     name = gating if isinstance(gating, str) else "clamped SwiGLU"
-    details = [name, *(["weights as [in, out]"] if sides[0] else []), *of_chunks(chunks)]
-    match = ExpertsMatch(gating, sides[0], tuple(held))
+    details = [name, *(["weights as [in, out]"] if sides[0] else []), *chunk_words(chunks)]
+    match = ExpertsMatch(gating, sides[0], tuple(guards))
     return Swap(
         "experts",
         f"{type(module).__name__} -> experts ({', '.join(details)})",
         subclass(FusedExperts if count == 3 else FusedDenseExperts, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         features=(first[0 if sides[0] else 1],),
-        is_sized=True,
+        can_shrink=True,
     )
 
 
@@ -150,12 +150,12 @@ def _dense(module: Any, x: Tensor) -> Tensor:
     return type(module).forward(module, rows)
 
 
-def checked_experts(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotFused:
+def verified_experts(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotFused:
     """Return a swap with the bytes saved per token for two experts, or how it changes results.
 
     Of dense experts the bytes are those of all of them.
     """
-    if issubclass(swap.to, FusedDenseExperts):
+    if issubclass(swap.new_class, FusedDenseExperts):
         dense = replace(swap, run=_dense)
         problem = difference(module, dense) if verify else None
         part = Part(swap.kind, swap.change, saved_per_token(module, dense))

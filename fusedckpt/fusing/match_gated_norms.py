@@ -16,11 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.fusing.accuracy import Errors
-from fusedckpt.fusing.fused_gated_norms import Dtypes, FusedGatedNorm, GatedNormMatch, gated_by
-from fusedckpt.fusing.match_norms import DTYPES, ELEMENTS, EPSILONS, has_own_forward
-from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, record
+from fusedckpt.fusing.fused_gated_norms import (
+    Dtypes,
+    FusedGatedNorm,
+    GatedNormMatch,
+    matched_gated_norm,
+)
+from fusedckpt.fusing.match_norms import (
+    DTYPES,
+    ELEMENTS,
+    are_close,
+    epsilon_of,
+    has_own_forward,
+    reads_unknown_tensors,
+)
+from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
-from fusedckpt.fusing.spies import held_by
+from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.kernels.activations import ACTIVATIONS
@@ -28,13 +40,16 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 # these first: all known models have one of them; an identity gates nothing
 _ACTIVATIONS = dict.fromkeys(("silu", "sigmoid", *ACTIVATIONS))
 del _ACTIVATIONS["identity"]
+# dtypes of x, the gate and the weight
+_ALL_FLOAT64: Dtypes = torch.float64, torch.float64, torch.float64
+_ALL_FLOAT32: Dtypes = torch.float32, torch.float32, torch.float32
 
 
 def gated_norm_swap(module: nn.Module) -> Swap | None:
     """Return how a norm with a gate is swapped, None for other modules."""
     weights = [*module.parameters(recurse=False)]
     names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
-    eps = next((n for n in EPSILONS if type(getattr(module, n, None)) in (int, float)), None)
+    eps = epsilon_of(module)
     if eps is None or len(names) > 1 or len([*module.parameters()]) > len(weights):
         return None
     if any(w.dim() != 1 or w.numel() < 2 for w in weights) or not has_own_forward(type(module)):
@@ -42,34 +57,32 @@ def gated_norm_swap(module: nn.Module) -> Swap | None:
     if not _takes_two(module):
         return None
     width = weights[0].shape[0] if weights else getattr(module, "hidden_size", 64)
-    modes = [(training, autocast) for training in (False, True) for autocast in (False, True)]
-    recordings = {
-        (training, autocast): record(
-            module, (2, 3, width), training=training, autocast=autocast, inputs=2
-        )
-        for training, autocast in modes
-    }
-    plain = [recordings[training, False] for training in (False, True)]
-    unknown = (BUFFER_OP, FOREIGN_OP)
-    if any(r.log.stop is not None or any(n.op in unknown for n in r.nodes) for r in plain):
+
+    def recorded(autocast: bool) -> list[Recording]:
+        options: dict[str, Any] = {"autocast": autocast, "num_inputs": 2}
+        return [record(module, (2, 3, width), training=mode, **options) for mode in (False, True)]
+
+    recordings = recorded(autocast=False)
+    if any(r.log.stop is not None or reads_unknown_tensors(r) for r in recordings):
         return None
-    match = _found(module, names, eps, width)
+    match = _proven_rule(module, names, eps, width)
     if match is None:
         return None
-    held = held_by([recording.log for recording in plain], [((), eps)])
-    autocasts = all(recordings[training, True].log.stop is None for training in (False, True))
-    match = match._replace(held=held, autocasts=autocasts)
+    match = match._replace(
+        guards=guards_of([recording.log for recording in recordings], [((), eps)]),
+        autocasts=all(recording.log.stop is None for recording in recorded(autocast=True)),
+    )
     return Swap(
         "norm",
         f"{type(module).__name__} -> {match.words}",
         subclass(FusedGatedNorm, type(module)),
         {"_fusedckpt_match": match},
         features=(2 * width,),
-        run=_run_halves,
+        run=_run_on_halves,
     )
 
 
-def _run_halves(module: Any, x: Tensor) -> Any:
+def _run_on_halves(module: Any, x: Tensor) -> Any:
     """Run a module on x and a gate, the halves of a tensor."""
     return type(module).forward(module, *x.chunk(2, -1))
 
@@ -82,37 +95,41 @@ def _takes_two(module: nn.Module) -> bool:
     return True
 
 
-def _found(module: nn.Module, names: list[str], eps: str, width: int) -> GatedNormMatch | None:
+def _proven_rule(
+    module: nn.Module, names: list[str], eps: str, width: int
+) -> GatedNormMatch | None:
     """Return the rule that a module computes by, with the dtypes in which it was verified."""
     draws = _GatedDraws(module, names, width)
-    wide = torch.float64, torch.float64, torch.float64
-    single = torch.float32, torch.float32, torch.float32
-    name = names[0] if names else None
-    truth, result = draws.run(wide), draws.run(single)
+    truth = draws.module_result(_ALL_FLOAT64)
+    result = draws.module_result(_ALL_FLOAT32)
     if truth is None or result is None or truth.shape != draws.x.shape:
         return None
-    for match in _candidates(module, name, eps, width):
-        # float64 may be computed in float32
-        if _are_close(draws.twin(match, single), result):
-            break
-    else:
+    candidates = _candidates(module, names[0] if names else None, eps, width)
+    # not float64, which a module may compute in float32
+    match = next(
+        (rule for rule in candidates if _is_close(draws.rule_result(rule, _ALL_FLOAT32), result)),
+        None,
+    )
+    if match is None:
         return None
     best = match
     triples = product(DTYPES, DTYPES, DTYPES)
+    # without a weight its dtype is x's
     dtypes = [triple for triple in triples if names or triple[2] == triple[0]]
-    results = {triple: draws.run(triple) for triple in dtypes}
+    results = {triple: draws.module_result(triple) for triple in dtypes}
     for cast in ("torch", "llama"):
         rule = match._replace(cast=cast)
-        proven = [d for d in dtypes if _is_as_near(draws.twin(rule, d), results[d], truth)]
+        proven = [d for d in dtypes if _is_as_near(draws.rule_result(rule, d), results[d], truth)]
         if len(proven) > len(best.dtypes):
             best = rule._replace(dtypes=tuple(proven))
-    return best if single in best.dtypes and _is_flat(draws, best, single) else None
+    is_proven = _ALL_FLOAT32 in best.dtypes and _holds_for_two_dimensions(draws, best)
+    return best if is_proven else None
 
 
-def _is_flat(draws: _GatedDraws, match: GatedNormMatch, dtypes: Dtypes) -> bool:
-    """Whether the rule holds for rows of two dimensions, too."""
-    draws.x, draws.gate = draws.x.flatten(0, 1), draws.gate.flatten(0, 1)
-    return _are_close(draws.twin(match, dtypes), draws.run(dtypes))
+def _holds_for_two_dimensions(draws: _GatedDraws, match: GatedNormMatch) -> bool:
+    draws.x = draws.x.flatten(0, 1)
+    draws.gate = draws.gate.flatten(0, 1)
+    return _is_close(draws.rule_result(match, _ALL_FLOAT32), draws.module_result(_ALL_FLOAT32))
 
 
 def _candidates(
@@ -120,6 +137,7 @@ def _candidates(
 ) -> Iterator[GatedNormMatch]:
     """Yield the rules that a module may compute by."""
     sizes = {v for v in vars(module).values() if type(v) is int and v > 0 and width % v == 0}
+    # an attribute may be the number of groups, or the size of a group
     groups = sorted({1, *sizes, *(width // size for size in sizes)})
     offsets = (0.0,) if weight is None else (0.0, 1.0)
     for activation, offset in product(_ACTIVATIONS, offsets):
@@ -135,36 +153,37 @@ class _GatedDraws:
     def __init__(self, module: nn.Module, names: list[str], width: int):
         rows = max(6, ELEMENTS // width // 2 * 2)
         draw = Draw(module, (2 * width,), rows=rows)
-        self.module, self.names, self.values = module, names, draw.values
+        self.module = module
+        self.values = draw.values
         self.x, self.gate = draw.x.chunk(2, -1)
         # rows so small that epsilon counts, and large ones
         self.x[:, 0] *= 1e-3
         self.x[:, -1] *= 30.0
 
-    def run(self, dtypes: Dtypes) -> Tensor | None:
+    def module_result(self, dtypes: Dtypes) -> Tensor | None:
         """Return the module's result, None where it raises."""
-        clone = replica(self.module, lambda p, _: self.values[id(p)].to(dtypes[2]))
+        x_dtype, gate_dtype, weight_dtype = dtypes
+        clone = replica(self.module, lambda p, _: self.values[id(p)].to(weight_dtype))
         with undisturbed("cpu"), torch.no_grad():
             try:
-                return type(clone).forward(clone, self.x.to(dtypes[0]), self.gate.to(dtypes[1]))
+                return type(clone).forward(clone, self.x.to(x_dtype), self.gate.to(gate_dtype))
             except Exception:  # arbitrary code of others, in dtypes that it may not take
                 return None
 
-    def twin(self, match: GatedNormMatch, dtypes: Dtypes) -> Tensor:
+    def rule_result(self, match: GatedNormMatch, dtypes: Dtypes) -> Tensor:
         """Return a rule's result."""
+        x_dtype, gate_dtype, weight_dtype = dtypes
         weight = None
         if match.weight is not None:
-            weight = self.values[id(self.module._parameters[match.weight])].to(dtypes[2])
-        x, gate = self.x.to(dtypes[0]), self.gate.to(dtypes[1])
+            weight = self.values[id(self.module._parameters[match.weight])].to(weight_dtype)
         with undisturbed("cpu"), torch.no_grad():
-            return gated_by(self.module, match, x, gate, weight)
+            x = self.x.to(x_dtype)
+            return matched_gated_norm(self.module, match, x, self.gate.to(gate_dtype), weight)
 
 
-def _are_close(result: Tensor, expected: Any) -> bool:
-    if not isinstance(expected, Tensor) or expected.dtype != result.dtype:
-        return False
-    tolerance = 8 * torch.finfo(result.dtype).eps
-    return torch.allclose(result, expected, rtol=tolerance, atol=tolerance)
+def _is_close(result: Tensor, expected: Any) -> bool:
+    is_like = isinstance(expected, Tensor) and expected.dtype == result.dtype
+    return is_like and are_close(result, expected)
 
 
 def _is_as_near(result: Tensor, expected: Any, truth: Tensor) -> bool:

@@ -42,11 +42,11 @@ def find_head(model: nn.Module, search: Search, always: bool) -> None:
             continue
         part = Part("head", f"{type(head).__name__} -> loss without logits", None)
         search.report.swap(name, part)
-        to = subclass(FusedHead, type(head))
-        search.swaps.append((head, Swap("head", part.change, to, {}, parts={"": part})))
+        new_class = subclass(FusedHead, type(head))
+        search.swaps.append((head, Swap("head", part.change, new_class, {}, parts={"": part})))
         attributes = {MAPPING: None, ALWAYS: always}
-        to = subclass(FusedCausalModel, type(module))
-        search.swaps.append((module, Swap("head", part.change, to, attributes)))
+        new_class = subclass(FusedCausalModel, type(module))
+        search.swaps.append((module, Swap("head", part.change, new_class, attributes)))
 
 
 def _head_of(module: nn.Module) -> nn.Module | None:

@@ -9,7 +9,7 @@ from torch import nn
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.matcher import unfit
+from fusedckpt.fusing.matcher import swap_obstacle
 from fusedckpt.fusing.mixers_in_code import mixers, united
 from fusedckpt.fusing.mixers_in_run import mixers_of
 from fusedckpt.fusing.recomputed_modules import MIXES, SAVE, SEEN, Recomputed
@@ -41,14 +41,17 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         if not search.has(name, "attention") or save != "inputs":
             continue
         kind = type(module)
-        reason = reasons.of_storage(module) or unfit(module, attributes, [])
+        reason = reasons.of_storage(module) or swap_obstacle(module, attributes, [])
         if reason is not None:
             report.leave(name, "attention", reason, kind.__name__)
             continue
         change = f"{kind.__name__} -> recomputed{_kept(kinds)}"
-        part, to = Part("attention", change, None), subclass(Recomputed, kind)
+        part = Part("attention", change, None)
+        new_class = subclass(Recomputed, kind)
         report.swap(name, part)
-        search.swaps.append((module, Swap("attention", change, to, attributes, parts={"": part})))
+        search.swaps.append(
+            (module, Swap("attention", change, new_class, attributes, parts={"": part}))
+        )
 
 
 def _kept(kinds: frozenset[str]) -> str:

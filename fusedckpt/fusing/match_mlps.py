@@ -9,22 +9,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, reasons
-from fusedckpt.fusing.fused_mlps import FusedMLP, of_chunks
-from fusedckpt.fusing.guards import Held, child_at
+from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
+from fusedckpt.fusing.guards import Guard, child_at
 from fusedckpt.fusing.lookalikes import acts_beside, is_transposed, looks_like
-from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch, Weight
+from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock, MLPMatch, Rate
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
-from fusedckpt.fusing.recorded_block import block_of, is_bent
+from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
 from fusedckpt.fusing.recording import Node, Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
-from fusedckpt.fusing.spies import held_by
+from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.kernels.activations import activation_name_of
@@ -46,58 +46,66 @@ _RUNS: dict[str, dict[str, Any]] = {
 }
 # not every forward takes these
 _MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
-_MODULES = 16
+# a module with more layers is more than an MLP
+_MOST_LAYERS = 16
 
 
 def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | NotFused | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for another module."""
-    if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be(module):
+    if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be_mlp(module):
         return None
     match = _match(module)
-    if not isinstance(match, MLPMatch) or any(_is_alone(c, module) for c in module.children()):
-        return None if isinstance(match, MLPMatch) else match
+    if not isinstance(match, MLPMatch):
+        return match
+    if any(_is_whole_block(child, module) for child in module.children()):
+        return None
     return _swap(module, match, save, chunks)
 
 
 def recomputed_swap(module: nn.Module) -> Swap | None:
     """Return the swap of a module of one input that can be run again, as it reads simple state."""
-    if not _may_be(module) or looks_like(module) != "mlp" or reasons.of_parts(module):
+    if not _may_be_mlp(module) or looks_like(module) != "mlp" or reasons.of_parts(module):
         return None
-    recordings = [_first_recording(module)]
-    if recordings[0].y is None:
+    first = _first_recording(module)
+    if first.y is None:
         return None
-    shape = recordings[0].shapes[0]
-    recordings += [record(module, shape, training=True), record(module, shape, autocast=True)]
+    input_shape, result_shape = first.shapes
     # a forward that draws in training draws the same again
-    if (
-        any(recording.y is None for recording in recordings)
-        or shape[:-1] != recordings[0].shapes[1][:-1]
-    ):
+    others = [record(module, input_shape, training=True)]
+    others.append(record(module, input_shape, autocast=True))
+    if any(recording.y is None for recording in others) or input_shape[:-1] != result_shape[:-1]:
         return None
-    match = MLPMatch(RERUN, held_by([recording.log for recording in recordings]))
-    change = f"{type(module).__name__} -> recomputed"
-    to = subclass(Recomputed, type(module))
-    return Swap("mlp", change, to, {"_fusedckpt_match": match}, features=shape[-1:], is_sized=True)
+    guards = guards_of([recording.log for recording in (first, *others)])
+    return Swap(
+        "mlp",
+        f"{type(module).__name__} -> recomputed",
+        subclass(Recomputed, type(module)),
+        {"_fusedckpt_match": MLPMatch(RERUN, guards)},
+        features=input_shape[-1:],
+        can_shrink=True,
+    )
 
 
 def feed_forward_of(layer: nn.Module) -> nn.Module | None:
     """Return the MLP that a method of a layer is, as a module of the layer's children."""
-    kind = type(layer)
     if not isinstance(layer, (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)):
         return None
-    forward = type(layer)._ff_block
-    if forward not in (nn.TransformerEncoderLayer._ff_block, nn.TransformerDecoderLayer._ff_block):
+    method = type(layer)._ff_block
+    if method is nn.TransformerEncoderLayer._ff_block:
+        dropout_of_result = "dropout2"
+    elif method is nn.TransformerDecoderLayer._ff_block:
+        dropout_of_result = "dropout3"
+    else:
         return None
-    names = ("linear1", "dropout", "linear2", "activation")
-    last = "dropout2" if forward is nn.TransformerEncoderLayer._ff_block else "dropout3"
-    module = object.__new__(_method(kind, forward))
-    children = {n: c for n, c in layer._modules.items() if n in (*names, last)}
+    names = ("linear1", "dropout", "linear2", "activation", dropout_of_result)
+    module = object.__new__(_class_with_forward(type(layer), method))
+    children = {name: child for name, child in layer._modules.items() if name in names}
     module.__dict__.update(vars(layer), _modules=children)
     return module
 
 
 @cache
-def _method(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
+def _class_with_forward(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
@@ -108,47 +116,53 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
     if type(base) is not nn.Linear and not is_conv1d:
         return NotFused("lora", type(base).__name__)
     bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
-    block = MatchedBlock(
-        "linear_act", (Weight(("base_layer", "weight"), bias, is_conv1d),), "identity"
-    )
-    held = (Held(("base_layer",), type(base), 0, ()),)
-    return _swap(module, MLPMatch(block, held, _DTYPES), save, chunks)
+    linear = LinearPaths(("base_layer", "weight"), bias, is_conv1d)
+    block = MatchedBlock("linear_act", (linear,), "identity")
+    guard = Guard(("base_layer",), type(base), 0, ())
+    return _swap(module, MLPMatch(block, (guard,), _DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
-    block, first = match.block, match.block.linears[0]
-    details = [block.activation, *([f"packed, {block.packed} first"] if block.packed else [])]
-    details += (
-        ["weights as [in, out]"] if any(linear.transposed for linear in block.linears) else []
-    )
-    details += of_chunks(chunks) if block.kind != "linear_act" else []
+    block = match.block
+    details = [block.activation]
+    if block.packed:
+        details.append(f"packed, {block.packed} first")
+    if any(linear.is_transposed for linear in block.linears):
+        details.append("weights as [in, out]")
+    if block.kind != "linear_act":
+        details += chunk_words(chunks)
     name = "LoRA" if adapters.is_lora(module) else type(module).__name__
+    first = block.linears[0]
+    in_features = module.get_parameter(".".join(first.weight)).shape[not first.is_transposed]
     return Swap(
         "linear" if block.kind == "linear_act" else "mlp",
         f"{name} -> {block.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
-        features=(module.get_parameter(".".join(first.weight)).shape[not first.transposed],),
-        is_sized=True,
+        features=(in_features,),
+        can_shrink=True,
     )
 
 
-def _may_be(module: nn.Module) -> bool:
+def _may_be_mlp(module: nn.Module) -> bool:
     """Whether a module has a block's number of parameters, few layers, and one input."""
     layers = [*module.modules()]
-    slots = [p for layer in layers[:_MODULES] for p in layer._parameters.values() if p is not None]
-    if len(layers) > _MODULES or any(is_lazy(p) or 0 in p.shape for p in slots):
+    if len(layers) > _MOST_LAYERS:
         return False
-    dims = [p.dim() for p in slots]
-    matrices, vectors = dims.count(2), dims.count(1)
-    is_one = 1 <= matrices <= 4 and vectors <= 4 and len(dims) == matrices + vectors
-    return is_one and takes_one(module)
+    parameters = [p for layer in layers for p in layer._parameters.values() if p is not None]
+    if any(is_lazy(p) or 0 in p.shape for p in parameters):
+        return False
+    num_matrices = sum(p.dim() == 2 for p in parameters)
+    num_vectors = sum(p.dim() == 1 for p in parameters)
+    if num_matrices + num_vectors != len(parameters):
+        return False
+    return 1 <= num_matrices <= 4 and num_vectors <= 4 and takes_one(module)
 
 
-def _is_alone(child: nn.Module, parent: nn.Module) -> bool:
+def _is_whole_block(child: nn.Module, parent: nn.Module) -> bool:
     """Whether a child has all parameters and is itself a block, to be swapped instead."""
     has_all = {*parent.parameters()} == {*child.parameters()}
-    return has_all and _may_be(child) and isinstance(_match(child), MLPMatch)
+    return has_all and _may_be_mlp(child) and isinstance(_match(child), MLPMatch)
 
 
 def _match(module: nn.Module) -> MLPMatch | NotFused | None:
@@ -159,12 +173,13 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     first = _first_recording(module)
     block = block_of(first)
     if isinstance(block, NotFused):
-        is_one = looks_like(module) or (is_bent(first) and acts_beside(module))
-        return block if is_one else None
+        is_lookalike = looks_like(module) is not None
+        is_lookalike = is_lookalike or (is_nonlinear(first) and acts_beside(module))
+        return block if is_lookalike else None
     width = first.shapes[0][-1:]
     recordings = [first]
-    for when, how in _RUNS.items():
-        recording = record(module, **{**how, "shape": (*how["shape"], *width)})
+    for when, options in _RUNS.items():
+        recording = record(module, **{**options, "shape": (*options["shape"], *width)})
         if recording.log.stop is not None:
             return recording.log.stop
         if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
@@ -177,7 +192,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         if dtype != dtype_of_module and block_of(recording) == block:
             dtypes.append(dtype)
             recordings.append(recording)
-    return _with_dropouts(module, block, recordings, tuple(dtypes))
+    return _match_with_dropouts(module, block, recordings, tuple(dtypes))
 
 
 def _first_recording(module: nn.Module) -> Recording:
@@ -185,11 +200,12 @@ def _first_recording(module: nn.Module) -> Recording:
     shapes = [tuple(p.shape) for p in module.parameters() if p.dim() == 2]
     widths = dict.fromkeys([*(s[1] for s in shapes), *(s[0] for s in shapes)])
     recordings = [record(module, (*_SHAPE, width)) for width in widths]
-    is_worth = (lambda r: r.y is not None, lambda r: r.log.stop is not None, lambda r: True)
-    return next(r for worth in is_worth for r in recordings if worth(r))
+    with_result = (recording for recording in recordings if recording.y is not None)
+    with_reason = (recording for recording in recordings if recording.log.stop is not None)
+    return next(with_result, None) or next(with_reason, recordings[0])
 
 
-def _with_dropouts(
+def _match_with_dropouts(
     module: nn.Module,
     block: MatchedBlock,
     recordings: list[Recording],
@@ -203,58 +219,80 @@ def _with_dropouts(
         for name in rates_of(child_at(module, path) or module)
         if any((name,) in log.reads.get(path, {}) for log in logs)
     ]
-    dropped: dict[str, tuple[Path, str]] = {}
+    rate_by_tensor: dict[str, Rate] = {}
     for rate in rates:
-        places = _dropped_by(module, recordings[0].shapes[0], rate, block)
-        if not dropped.keys() & places:
-            dropped |= dict.fromkeys(places, rate)
-    inside = tuple(rate for rate in rates if rate not in dropped.values())
-    held = held_by(logs, rates)
-    hidden, last = dropped.get("hidden"), dropped.get("last")
-    return MLPMatch(block, held, dtypes, inside, hidden=hidden, last=last)
+        tensors = _dropped_by(module, recordings[0].shapes[0], rate, block)
+        if not rate_by_tensor.keys() & tensors:
+            rate_by_tensor |= dict.fromkeys(tensors, rate)
+    return MLPMatch(
+        block,
+        guards_of(logs, rates),
+        dtypes,
+        zero_rates=tuple(rate for rate in rates if rate not in rate_by_tensor.values()),
+        hidden_rate=rate_by_tensor.get("hidden"),
+        result_rate=rate_by_tensor.get("result"),
+    )
 
 
 def _dropped_by(
-    module: nn.Module, shape: tuple[int, ...], rate: tuple[Path, str], block: MatchedBlock
+    module: nn.Module, shape: tuple[int, ...], rate: Rate, block: MatchedBlock
 ) -> list[str]:
-    """Return the tensor that a block's dropout drops: "hidden", the last linear's input, or "last",
-    the result; a function's to "last" alone.
+    """Return the tensors of a block that the dropout with this rate drops.
 
-    If it drops everything, these are multiplied by zeros. None if the block is then another one.
+    They are "hidden", the last linear's input, and "result"; a function drops the result alone.
+    While the dropout drops everything, it shows as a product with zeros. Nothing is returned where
+    the block without that product is another one.
     """
     path, name = rate
     is_module = path and isinstance(child_at(module, path), nn.Dropout)
     if not is_module and not _is_probability(module, shape, (*path, name)):
         return []
     recording = record(module, shape, training=True, rate=((*path, name), 1.0))
-    y, places = recording.y, []
+    y = recording.y
+    tensors = []
     if y is not None and _is_dropped(y):
-        y, places = y.of[0], ["last"]
-    if y is not None and y.kind == "product" and _is_dropped(y.of[0]):
-        y, places = replace(y, of=(y.of[0].of[0], *y.of[1:])), [*places, "hidden"]
-    if not is_module and places != ["last"]:
+        y = y.inputs[0]
+        tensors.append("result")
+    if y is not None and y.kind == "product" and _is_dropped(y.inputs[0]):
+        dropped, *parameters = y.inputs
+        y = replace(y, inputs=(dropped.inputs[0], *parameters))
+        tensors.append("hidden")
+    if not is_module and tensors != ["result"]:
         return []
-    return places if block_of(replace(recording, y=y)) == block else []
+    return tensors if block_of(replace(recording, y=y)) == block else []
 
 
 def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bool:
     """Whether a number of a module is, as it is, the probability of one call of F.dropout."""
     for value in (0.25, 0.625):
         log = record(module, shape, training=True, rate=(rate, value)).log
-        if log.dropped.count(value) != 1 or {*log.dropped} - {0.0, value}:
+        if log.dropout_rates.count(value) != 1 or {*log.dropout_rates} - {0.0, value}:
             return False
     return True
 
 
 def _is_dropped(node: Node) -> bool:
-    is_product = node.kind == "point" and node.name.rstrip("_") == "mul" and len(node.of) == 2
-    return is_product and node.of[1].kind == "number" and node.of[1].name == "zeros"
+    """Whether a node is a product with zeros, as dropout at a rate of 1 makes it."""
+    is_product = node.kind == "elementwise" and node.name.rstrip("_") == "mul"
+    if not is_product or len(node.inputs) != 2:
+        return False
+    factor = node.inputs[1]
+    return factor.kind == "scalar" and factor.name == "zeros"
+
+
+class SequentialBlock(NamedTuple):
+    """A block among the layers of a Sequential."""
+
+    # its layers, by their names in the Sequential
+    layers: dict[str, Any]
+    # the swap of a Sequential of these alone
+    swap: Swap
 
 
 def blocks_of(
     parent: nn.Sequential, save: str, chunks: int | None = None
-) -> dict[str, tuple[dict[str, Any], Swap]]:
-    """Return the layers of every block, and the swap of a Sequential of these alone.
+) -> dict[str, SequentialBlock]:
+    """Return the blocks among a Sequential's layers.
 
     A block goes by its linear's name, as its norm may be swapped too.
     """
@@ -263,14 +301,14 @@ def blocks_of(
         if run.kind == "layer":
             continue
         name, linear = next((n, m) for n, m in run.layers.items() if isinstance(m, nn.Linear))
-        parts = [
+        layer_names = [
             activation_name_of(layer) or f"nn.{type(layer).__name__}"
             for layer in run.layers.values()
         ]
         kind = "mlp" if run.kind == "mlp" else "linear"
-        change = f"{' + '.join(parts)} -> {run.kind}"
-        change += f" ({of_chunks(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
-        features = (linear.in_features,)
-        swap = Swap(kind, change, Sequential, {"save": save, "chunks": chunks}, features=features)
-        blocks[name] = run.layers, swap
+        change = f"{' + '.join(layer_names)} -> {run.kind}"
+        change += f" ({chunk_words(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
+        attributes = {"save": save, "chunks": chunks}
+        swap = Swap(kind, change, Sequential, attributes, features=(linear.in_features,))
+        blocks[name] = SequentialBlock(run.layers, swap)
     return blocks

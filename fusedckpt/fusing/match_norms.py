@@ -1,4 +1,4 @@
-"""Which module is a norm that keeps more than it needs, and by which rule it computes.
+"""Recognise norms of any class, and the rule by which they compute.
 
 torch's own norms, and subclasses that inherit their forward, are known. Any other module with at
 most two vectors of weights is recorded: it may be a LayerNorm if its forward is one layer_norm of
@@ -22,16 +22,17 @@ from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
 from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
-from fusedckpt.fusing.spies import held_by
+from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap, call
+from fusedckpt.fusing.swap import Swap, run_forward
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 _HALF = (torch.bfloat16, torch.float16)
 DTYPES = (*_HALF, torch.float32, torch.float64)
-# Llama's and Gemma's first: torch's differs from the third only under autocast on a GPU
+# offsets and casts of RMSNorms. Llama's and Gemma's first: torch's differs from the third only
+# under autocast on a GPU
 _RULES = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"))
 # of elements that may differ by a rounding: a rule that rounds elsewhere differs in a tenth of them
 _STRAYS = 1 / 50
@@ -41,8 +42,10 @@ _CENTRES = frozenset(("native_layer_norm", "std", "std_mean", "sub", "var", "var
 _STATISTICS = frozenset(("_fused_rms_norm", "linalg_vector_norm", "norm")) | _CENTRES - {"sub"}
 _MEANS = frozenset(("mean", "sum"))
 _ROOTS = frozenset(("rsqrt", "sqrt"))
-# F.normalize's, of a row's norm
-_LEAST = 1e-12
+# the least norm of a row by which F.normalize divides
+_LEAST_NORM = 1e-12
+# of x and of the weight
+DtypePair = tuple[torch.dtype, torch.dtype]
 
 
 def norm_swap(module: nn.Module) -> Swap | NotFused | None:
@@ -58,36 +61,36 @@ def norm_swap(module: nn.Module) -> Swap | NotFused | None:
             if parametrize.is_parametrized(module):
                 return NotFused("parametrized", "it")
             change = f"{'nn.' if kind is original else ''}{kind.__name__} -> {ours.__name__}"
-            to = ours if kind is original else subclass(ours, kind)
+            new_class = ours if kind is original else subclass(ours, kind)
             features: Any = tuple(module.normalized_shape)  # type: ignore[arg-type]  # of torch's norms
-            return Swap("norm", change, to, attributes, features=features)
-    return _of_any_class(module)
+            return Swap("norm", change, new_class, attributes, features=features)
+    return _recorded_norm_swap(module)
 
 
-def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
+def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
+    """Return the swap of a module whose forward is recorded, why it has none, or None."""
     weights = [*module.parameters(recurse=False)]
     names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
     if module._modules or len(names) > 2 or not has_own_forward(type(module)):
         return None
     if any(w.dim() > 1 or w.numel() == 0 for w in weights) or not takes_one(module):
         return None
-    eps = next((n for n in EPSILONS if type(getattr(module, n, None)) in (int, float)), None)
+    eps = epsilon_of(module)
     width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
         return stop if eps is not None or looks_like(module) == "norm" else None
     is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
-    unknown = (BUFFER_OP, FOREIGN_OP)
-    if any(node.op in unknown for recording in recordings for node in recording.nodes):
+    if any(map(reads_unknown_tensors, recordings)):
         return NotFused("foreign") if is_norm else None
     match = None
     if (is_norm or weights or eps is not None) and all(w.numel() > 1 for w in weights):
         candidates = _candidates(module, recordings, names, eps, width=width)
-        match = _proven(_Draws(module, names, width), candidates)
-    if match is not None and not weights and not _shape(module):
-        # a width that its code knows is no rule
-        match = _proven(_Draws(module, [], width // 2), [match])
+        match = _proven_rule(_NormDraws(module, names, width), candidates)
+    if match is not None and not weights and not _normalized_shape(module):
+        # a rule that holds for the width of its code alone is none
+        match = _proven_rule(_NormDraws(module, [], width // 2), [match])
     dtype = weights[0].dtype if weights else torch.float32
     if match is None or (dtype, dtype) not in match.dtypes:
         return NotFused("rule", dtype) if is_norm or match is not None else None
@@ -96,26 +99,37 @@ def _of_any_class(module: nn.Module) -> Swap | NotFused | None:
 
 def _swap(module: nn.Module, match: NormMatch, recordings: list[Recording], width: int) -> Swap:
     # an epsilon is read in every call
-    held = held_by([r.log for r in recordings], [((), str(match.eps))])
-    rule = f"{match.cast} cast" + (f", offset {match.offset:g}" if match.offset else "")
-    layer = f"layer_norm (offset {match.offset:g})" if match.offset else "layer_norm"
-    change = f"rms_norm ({rule})" if match.kind == "rms" else layer
-    cast = record(module, (2, 3, width), training=True, autocast=True)
-    match = match._replace(held=held, autocasts=cast.log.stop is None)
-    attributes = {"_fusedckpt_match": match}
-    kind = type(module)
-    to = subclass(FusedNorm, kind)
-    return Swap("norm", f"{kind.__name__} -> {change}", to, attributes, features=(width,))
+    guards = guards_of([r.log for r in recordings], [((), str(match.eps))])
+    under_autocast = record(module, (2, 3, width), training=True, autocast=True)
+    match = match._replace(guards=guards, autocasts=under_autocast.log.stop is None)
+    if match.kind == "rms":
+        offset = f", offset {match.offset:g}" if match.offset else ""
+        change = f"rms_norm ({match.cast} cast{offset})"
+    else:
+        change = "layer_norm" + (f" (offset {match.offset:g})" if match.offset else "")
+    return Swap(
+        "norm",
+        f"{type(module).__name__} -> {change}",
+        subclass(FusedNorm, type(module)),
+        {"_fusedckpt_match": match},
+        features=(width,),
+    )
+
+
+def epsilon_of(module: nn.Module) -> str | None:
+    """Return the attribute that is a norm's epsilon, None without one."""
+    named = (name for name in EPSILONS if type(getattr(module, name, None)) in (int, float))
+    return next(named, None)
 
 
 def _width(module: nn.Module, weights: list[nn.Parameter]) -> int:
-    """Return the width of a module's weights or buffers, or one of many where it has none."""
+    """Return the width of a module's weights or buffers; 64, one of many, where it has none."""
     tensors = [*weights, *module.buffers(recurse=False)]
     widths = [tensor.shape[0] for tensor in tensors if tensor.dim() == 1 and tensor.numel() > 1]
-    return next(iter([*widths[: len(weights)], *_shape(module), *widths]), 64)
+    return next(iter([*widths[: len(weights)], *_normalized_shape(module), *widths]), 64)
 
 
-def _shape(module: nn.Module) -> tuple[int, ...]:
+def _normalized_shape(module: nn.Module) -> tuple[int, ...]:
     """Return the one size that a module normalises, nothing where it knows none or several."""
     shape: Any = getattr(module, "normalized_shape", None)
     return (int(shape[0]),) if isinstance(shape, (tuple, list)) and len(shape) == 1 else ()
@@ -123,8 +137,13 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 def has_own_forward(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class is not torch's."""
-    by = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-    return not by.__module__.startswith("torch.")
+    base = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
+    return not base.__module__.startswith("torch.")
+
+
+def reads_unknown_tensors(recording: Recording) -> bool:
+    """Whether a result was made of buffers, or of tensors that are no parameters."""
+    return any(node.op in (BUFFER_OP, FOREIGN_OP) for node in recording.nodes)
 
 
 def _ops(recording: Recording) -> set[str]:
@@ -132,7 +151,7 @@ def _ops(recording: Recording) -> set[str]:
     return {
         "rsqrt" if node.name == "pow" and node.args[1] in (0.5, -0.5) else node.name
         for node in recording.nodes
-        if node.kind in ("point", "other")
+        if node.kind in ("elementwise", "other")
     }
 
 
@@ -151,15 +170,15 @@ def _candidates(
     width: int,
 ) -> list[NormMatch]:
     """Return the rules that a module may compute by."""
-    layers = {_layer_norm(recording, width) for recording in recordings}
+    layers = {_layer_norm_match(recording, width) for recording in recordings}
     if None not in layers:
         return [*layers] if len(layers) == 1 else []  # type: ignore[list-item]  # none of them None
     matches = []
     if eps is not None and _ops(recordings[0]) & _CENTRES:
-        slots = permutations(names) if len(names) == 2 else [(*names, None, None)]
+        places = permutations(names) if len(names) == 2 else [(*names, None, None)]
         matches = [
             NormMatch(weight, eps, offset, "torch", dtypes=(), kind="layer", bias=bias)
-            for weight, bias, *_ in slots
+            for weight, bias, *_ in places
             for offset in (0.0, 1.0)
             if weight is not None or not offset
         ]
@@ -170,31 +189,33 @@ def _candidates(
     calls_torch = code is not None and "rms_norm" in code.co_names
     rules = ((0.0, "torch"), *_RULES) if calls_torch else _RULES
     # without an epsilon the root is clamped, as F.normalize does
-    matches += [
-        NormMatch(name, eps or _LEAST**2 / width, offset, cast, dtypes=()) for offset, cast in rules
-    ]
+    eps_or_value = eps or _LEAST_NORM**2 / width
+    matches += [NormMatch(name, eps_or_value, offset, cast, dtypes=()) for offset, cast in rules]
     return [match for match in matches if name is not None or not match.offset]
 
 
-def _layer_norm(recording: Recording, width: int) -> NormMatch | None:
+def _layer_norm_match(recording: Recording, width: int) -> NormMatch | None:
     """Return the match of a forward that is one layer_norm of its input, None for any other."""
     y = recording.y
     if y is None or y.kind != "other" or y.name != "native_layer_norm":
         return None
     x, shape, weight, bias, eps = y.args
-    is_own = all(parameter is None or parameter.kind == "weight" for parameter in (weight, bias))
-    if x.kind != "x" or list(shape) != [width] or not is_own:
+    parameters = (weight, bias)
+    are_own = all(parameter is None or parameter.kind == "weight" for parameter in parameters)
+    if x.kind != "x" or list(shape) != [width] or not are_own:
         return None
-    names = [None if parameter is None else parameter.path[0] for parameter in (weight, bias)]
+    names = [None if parameter is None else parameter.path[0] for parameter in parameters]
     return NormMatch(names[0], eps, 0.0, "torch", dtypes=(), kind="layer", bias=names[1])
 
 
-def _proven(draws: _Draws, candidates: list[NormMatch]) -> NormMatch | None:
+def _proven_rule(draws: _NormDraws, candidates: list[NormMatch]) -> NormMatch | None:
     """Return the rule that gives a module's bits in most dtypes, and these, float32 among them."""
-    expected = {pair: draws.run(pair) for pair in draws.pairs}
+    expected = {pair: draws.module_result(pair) for pair in draws.pairs}
     best = None
     for match in candidates:
-        proven = tuple(p for p, y in expected.items() if _same(draws.twin(match, p), y))
+        proven = tuple(
+            pair for pair, y in expected.items() if _are_same(draws.rule_result(match, pair), y)
+        )
         # half precision alone proves little: it rounds away how a rule differs
         is_proven = (torch.float32, torch.float32) in proven
         if is_proven and (best is None or len(proven) > len(best.dtypes)):
@@ -204,7 +225,7 @@ def _proven(draws: _Draws, candidates: list[NormMatch]) -> NormMatch | None:
     return best
 
 
-class _Draws:
+class _NormDraws:
     """A norm's input and weights, and its results for them in any pair of dtypes."""
 
     def __init__(self, module: nn.Module, names: list[str], width: int):
@@ -217,18 +238,18 @@ class _Draws:
         self.x[1] *= 100.0
         self.values = draw.values
         pairs = [(x, w) for x in DTYPES for w in DTYPES]
-        self.pairs = pairs if names else [(d, d) for d in DTYPES]
+        self.pairs: list[DtypePair] = pairs if names else [(d, d) for d in DTYPES]
 
-    def run(self, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
+    def module_result(self, pair: DtypePair) -> Tensor | None:
         """Return the module's result, None where it raises."""
         clone = replica(self.module, lambda p, _: self.values[id(p)].to(pair[1]))
         with undisturbed("cpu"), torch.no_grad():
             try:
-                return call(clone, self.x.to(pair[0]))
+                return run_forward(clone, self.x.to(pair[0]))
             except Exception:  # arbitrary code of others, in dtypes that it may not take
                 return None
 
-    def twin(self, match: NormMatch, pair: tuple[torch.dtype, torch.dtype]) -> Tensor | None:
+    def rule_result(self, match: NormMatch, pair: DtypePair) -> Tensor | None:
         """Return a rule's result, None where it raises."""
         parameters = self.module._parameters
         weight, bias = (
@@ -243,20 +264,20 @@ class _Draws:
 
     def casts_back(self) -> bool:
         """Whether a layer_norm that widens, as under autocast, leaves the result in x's dtype."""
-        with _Widened():
-            y = self.run((torch.float32, torch.float32))
+        with _WideningLayerNorm():
+            y = self.module_result((torch.float32, torch.float32))
         return y is None or y.dtype == torch.float32
 
 
-class _Widened(TorchFunctionMode):
-    """Has layer_norm give float64."""
+class _WideningLayerNorm(TorchFunctionMode):
+    """Lets layer_norm return float64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         y = func(*args, **(kwargs or {}))
         return y.double() if func in (F.layer_norm, torch.layer_norm) else y
 
 
-def _same(result: Any, expected: Any) -> bool:
+def _are_same(result: Any, expected: Any) -> bool:
     """Whether two results are equal: in half precision but for stray roundings."""
     if not (isinstance(expected, Tensor) and isinstance(result, Tensor)):
         return False
@@ -264,5 +285,10 @@ def _same(result: Any, expected: Any) -> bool:
         return False
     if result.dtype in _HALF:
         return (result != expected).double().mean().item() <= _STRAYS
-    tol = 8 * torch.finfo(result.dtype).eps
-    return torch.allclose(result, expected, rtol=tol, atol=tol)
+    return are_close(result, expected)
+
+
+def are_close(result: Tensor, expected: Tensor) -> bool:
+    """Whether results in float32 or float64 differ by 8 epsilons at most."""
+    tolerance = 8 * torch.finfo(result.dtype).eps
+    return torch.allclose(result, expected, rtol=tolerance, atol=tolerance)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing.fuse_report import join
+from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_norms import FusedNorm
 from fusedckpt.fusing.lookalikes import is_transposed
 from fusedckpt.fusing.mlp_match import MatchedBlock
@@ -30,7 +30,7 @@ def find_shared(search: Search) -> None:
     """Find linears and activations that may read a norm's recipe; a layer of such is not left."""
     modules, report = search.modules, search.report
     norms = (LayerNorm, RMSNorm, FusedNorm)
-    kinds = [*map(type, modules.values()), *(swap.to for _, swap in search.swaps)]
+    kinds = [*map(type, modules.values()), *(swap.new_class for _, swap in search.swaps)]
     if not any(issubclass(kind, norms) for kind in kinds):
         return
     seen = {*search.inside, *(one for one, _ in search.swaps)}
@@ -38,7 +38,7 @@ def find_shared(search: Search) -> None:
     seen.update([child for module in search.inside for child in module.children()])
     for one, swap in search.swaps:
         # its blocks are told by the classes of its layers
-        seen.update(one.children() if issubclass(swap.to, Sequential) else ())
+        seen.update(one.children() if issubclass(swap.new_class, Sequential) else ())
     swaps: dict[str, Swap] = {}
     for name, module in modules.items():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
@@ -48,7 +48,7 @@ def find_shared(search: Search) -> None:
         if (ours := _shared(module)) is not None:
             attributes = {"_fusedckpt_save": search.save} if ours is SharedLinear else {}
             swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
-    if not any(issubclass(swap.to, SharedProduct) for swap in swaps.values()):
+    if not any(issubclass(swap.new_class, SharedProduct) for swap in swaps.values()):
         return
     report.shared.update((name, type(modules[name]).__name__) for name in swaps)
     for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], swaps)]:
@@ -58,10 +58,10 @@ def find_shared(search: Search) -> None:
 
 def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
     """Whether a module, or the linears and activations that it calls, save recipes of inputs."""
-    if name in shared and issubclass(shared[name].to, SharedReader):
+    if name in shared and issubclass(shared[name].new_class, SharedReader):
         return True
-    swaps = [shared.get(join(name, child)) for child, _ in module.named_children()]
-    kinds = [swap.to for swap in swaps if swap is not None]
+    swaps = [shared.get(join_names(name, child)) for child, _ in module.named_children()]
+    kinds = [swap.new_class for swap in swaps if swap is not None]
     acts = sum(issubclass(kind, SharedActivation) for kind in kinds)
     return acts > 0 and len(kinds) >= acts + 2
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from fusedckpt.fusing.guards import Held
+from fusedckpt.fusing.guards import Guard, child_at
 from fusedckpt.fusing.replica import Path
 
+# the place of a dropout's rate: the path of a module, and its attribute
+Rate = tuple[Path, str]
 
-class Weight(NamedTuple):
-    """A linear of a block."""
+
+class LinearPaths(NamedTuple):
+    """The places of a linear's parameters in the module that was matched."""
 
     # the attributes that lead to its weight
     weight: Path
     # those that lead to its bias, None without one
     bias: Path | None
     # whether the weight lies as [in, out]
-    transposed: bool
+    is_transposed: bool
 
 
 class MatchedBlock(NamedTuple):
@@ -27,15 +32,11 @@ class MatchedBlock(NamedTuple):
     # the function: "mlp", "gated_mlp" or "linear_act"
     kind: str
     # in the order of the function's arguments
-    linears: tuple[Weight, ...]
+    linears: tuple[LinearPaths, ...]
     # its name in the table of activations
     activation: str
     # the half of the first weight that comes first, "gate" or "up"; "" where it has no halves
     packed: str = ""
-
-
-# where a dropout's rate is: the path of a module, and its attribute
-Rate = tuple[Path, str]
 
 
 class MLPMatch(NamedTuple):
@@ -43,13 +44,20 @@ class MLPMatch(NamedTuple):
 
     # the function of ours that it computes
     block: MatchedBlock
-    # state that must not change
-    held: tuple[Held, ...]
+    # the state for which that holds
+    guards: tuple[Guard, ...]
     # dtypes of the weights for which the match was verified
     dtypes: tuple[torch.dtype, ...] = ()
     # dropout rates that must be 0 in training
-    rates: tuple[Rate, ...] = ()
+    zero_rates: tuple[Rate, ...] = ()
     # the rate of the dropout of the last linear's input
-    hidden: Rate | None = None
+    hidden_rate: Rate | None = None
     # the rate of the dropout of the result
-    last: Rate | None = None
+    result_rate: Rate | None = None
+
+
+def rates_above_zero(module: nn.Module, match: Any) -> Iterator[Rate]:
+    """Yield the rates for which a module does not run fused in training; none without a match."""
+    for path, attribute in getattr(match, "zero_rates", ()):
+        if getattr(child_at(module, path), attribute, 0) > 0:
+            yield path, attribute

@@ -49,15 +49,15 @@ def of_call(module: nn.Module, reason: tuple[str, Any]) -> NotFused:
         part = getattr(part, name, None)
     if part is None:
         return noted
-    look = of_weight if noted.key == "weight" else of_class
+    look = of_weight if noted.key == "weight" else of_linear
     return look(noted.about, part) or noted
 
 
-def of_class(name: str, child: Any) -> NotFused | None:
+def of_linear(name: str, child: Any) -> NotFused | None:
     """Say why a fused forward does not compute a linear or adapter, by its class and weights."""
     if adapters.is_lora(child):
         problem = adapters.in_the_way(child)
-        below = of_class(f"{name}.base_layer", adapters.base_of(child))
+        below = of_linear(f"{name}.base_layer", adapters.base_of(child))
         return below if problem is None else NotFused("adapter", f"{name} is {problem}")
     kind = type(child)
     if is_adapter(child):
@@ -91,7 +91,7 @@ def of_weight(name: str, weight: Any) -> NotFused | None:
     return NotFused("weight", f"{name} is a {type(weight).__name__} of layout {weight.layout}")
 
 
-def of_layer(module: nn.Module) -> NotFused | None:
+def of_parameters(module: nn.Module) -> NotFused | None:
     """Say why no kernel takes a module's own parameters, None if one does."""
     parameters = dict(module.named_parameters(recurse=False))
     if sharded.are_replicated(parameters.values()):
@@ -134,10 +134,10 @@ def _is_freed(x: Tensor) -> bool:
 
 def of_parts(module: nn.Module) -> NotFused | None:
     """Say why a module's parameters or linears are not to be taken, None if they are."""
-    if (obstacle := of_storage(module) or of_layer(module)) is not None:
+    if (obstacle := of_storage(module) or of_parameters(module)) is not None:
         return obstacle
     linears = {name: child for name, child in child_layers(module) if is_linear(child)}
-    obstacles = (of_class(n, child) or of_hooks(n, child) for n, child in linears.items())
+    obstacles = (of_linear(n, child) or of_hooks(n, child) for n, child in linears.items())
     if (obstacle := next(filter(None, obstacles), None)) is not None:
         return obstacle
     weights = [p for layer in linears.values() for p in layer._parameters.values() if p is not None]
@@ -155,11 +155,11 @@ def of_module(module: nn.Module, kind: str, reason: NotFused | None) -> NotFused
     return NotFused("experts" if is_mixture else "beside")
 
 
-def apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
+def linears_apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
     """Yield a Sequential's linears that an activation follows, and why each is apart from it."""
     skipped = (nn.Identity, *_DROPOUTS)
     layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
     for (name, linear), (_, act) in pairwise(layers):
         if is_linear(linear) and (acts(act) or isinstance(act, NOT_POINTWISE)):
-            obstacle = of_class(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
+            obstacle = of_linear(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
             yield name, obstacle or NotFused("apart", str(act))

@@ -77,8 +77,9 @@ def find_root(model: nn.Module, search: Search) -> None:
     off = {RECIPES: None}
     for place, (module, swap) in enumerate(search.swaps):
         if module is model:
-            to, attributes = subclass(WithRecipes, swap.to), {**swap.attributes, **off}
-            search.swaps[place] = module, replace(swap, to=to, attributes=attributes)
+            new_class = subclass(WithRecipes, swap.new_class)
+            attributes = {**swap.attributes, **off}
+            search.swaps[place] = module, replace(swap, new_class=new_class, attributes=attributes)
             return
     search.swaps.append((model, Swap("recipes", "", subclass(WithRecipes, type(model)), off)))
 

@@ -27,7 +27,7 @@ from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing.call_state import is_noted
-from fusedckpt.fusing.guards import broken
+from fusedckpt.fusing.guards import first_change
 from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
@@ -113,7 +113,7 @@ class Recomputed(Swapped):
     def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> NotFused | None:
         if len(given) != 1 or not isinstance(given[0], Tensor):
             return NotFused("arguments")
-        change = broken(self, match.held)
+        change = first_change(self, match.guards)
         if change is not None or dispatch.are_plain(*given, *self.parameters()):
             return change
         return fallbacks.unplain(given[0], **dict(self.named_parameters(recurse=False)))

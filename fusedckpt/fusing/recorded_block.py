@@ -1,8 +1,8 @@
-"""Which block a recorded forward is: its matrix products, and the activation between them.
+"""Which block a recorded forward is: its products with weights, and the activation between them.
 
-Between the products stands a function of single elements, which may be made of any ops. It is
-evaluated from the recording, on numbers from 1e-30 to 1e30, and looked up in the table of
-activations: one that clamps is another function, at any limit.
+An activation is a function of single elements that may be made of any ops. It is evaluated from the
+recording, on numbers from 1e-30 to 1e30, and looked up in the table of activations: a function that
+clamps is another function, at any limit.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
-from fusedckpt.fusing.mlp_match import MatchedBlock, Weight
-from fusedckpt.fusing.recording import Node, Recording, record, walk
+from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock
+from fusedckpt.fusing.recording import Node, Recording, nodes_behind, record
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
-# functions of single elements that are lines
-_LINES = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
+# functions of single elements that are linear, or a cast
+_LINEAR_OPS = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
 def block_of(recording: Recording) -> MatchedBlock | NotFused:
@@ -33,79 +33,93 @@ def block_of(recording: Recording) -> MatchedBlock | NotFused:
     if y is None:
         assert recording.reason is not None
         return recording.reason
-    (shape, result), dtypes = recording.shapes, recording.dtypes
-    if (shape[:-1], dtypes[0]) != (result[:-1], dtypes[1]):
-        sizes = f"{dtypes[1]} {[*result]} for an input of {dtypes[0]} {[*shape]}"
+    input_shape, result_shape = recording.shapes
+    input_dtype, result_dtype = recording.dtypes
+    if (input_shape[:-1], input_dtype) != (result_shape[:-1], result_dtype):
+        sizes = f"{result_dtype} {[*result_shape]} for an input of {input_dtype} {[*input_shape]}"
         return NotFused("result", sizes)
-    rows, last = (y.of[0], [y]) if y.kind == "product" else (y, [])
-    leaves = _leaves(rows)
-    products = [leaf.of[0] if leaf.kind == "part" else leaf for leaf in leaves]
-    if rows.kind == "point" and all(p.kind == "product" and p.of[0].kind == "x" for p in products):
-        block = None
-        if len(leaves) == 1 and leaves == products:
-            block = _with_activation(rows, leaves[0], last)
-        elif len(leaves) == 2 and last:
-            block = _gated(rows, leaves, products, last)
-        if block is not None:
-            return block
-    ops = [node for node in recording.nodes if node.kind in ("point", "other")]
+    # the hidden layer, and the last linear if the block has one
+    hidden, last = (y.inputs[0], [y]) if y.kind == "product" else (y, [])
+    block = _hidden_block(hidden, last)
+    if block is not None:
+        return block
+    ops = [node for node in recording.nodes if node.kind in ("elementwise", "other")]
     names = dict.fromkeys(node.name.rstrip("_") for node in ops)
     return NotFused("ops", ", ".join(names) or "linears alone")
 
 
-def _with_activation(h: Node, z: Node, last: list[Node]) -> MatchedBlock | None:
-    name = _looked_up(h, z)
+def _hidden_block(hidden: Node, last: list[Node]) -> MatchedBlock | None:
+    """Return the block with this hidden layer, None if it is no activation of products of x."""
+    leaves = _leaves(hidden)
+    products = [leaf.inputs[0] if leaf.kind == "columns" else leaf for leaf in leaves]
+    are_of_x = all(p.kind == "product" and p.inputs[0].kind == "x" for p in products)
+    if hidden.kind != "elementwise" or not are_of_x:
+        return None
+    if len(leaves) == 1 and leaves == products:
+        return _with_activation(hidden, leaves[0], last)
+    if len(leaves) == 2 and last:
+        return _gated(hidden, leaves, products, last)
+    return None
+
+
+def _with_activation(hidden: Node, z: Node, last: list[Node]) -> MatchedBlock | None:
+    """Return the block of a linear and its activation, and of a last linear if there is one."""
+    name = _activation_of(hidden, z)
     if name in (None, "identity"):
         return None
     kind = "mlp" if last else "linear_act"
-    return MatchedBlock(kind, tuple(map(_weight, [z, *last])), str(name))
+    return MatchedBlock(kind, tuple(map(_paths_of, [z, *last])), str(name))
 
 
 def _gated(
-    h: Node, leaves: list[Node], products: list[Node], last: list[Node]
+    hidden: Node, leaves: list[Node], products: list[Node], last: list[Node]
 ) -> MatchedBlock | None:
+    """Return the gated MLP whose gate is one of two leaves, products or halves of one product."""
     for gate, up in (leaves, leaves[::-1]):
-        name = _looked_up(h, gate, up)
+        name = _activation_of(hidden, gate, up)
         if name in (None, "identity"):
             continue
         if leaves == products:
-            return MatchedBlock("gated_mlp", tuple(map(_weight, [gate, up, *last])), name)
+            return MatchedBlock("gated_mlp", tuple(map(_paths_of, [gate, up, *last])), name)
         half = gate.span[1] - gate.span[0]
-        halves = sorted([gate.span, up.span])
-        if products[0] is products[1] and halves == [(0, half), (half, 2 * half)]:
-            first = "gate" if gate.span == halves[0] else "up"
-            return MatchedBlock("gated_mlp", (_weight(products[0]), _weight(last[0])), name, first)
+        spans = sorted([gate.span, up.span])
+        if products[0] is products[1] and spans == [(0, half), (half, 2 * half)]:
+            first = "gate" if gate.span == spans[0] else "up"
+            linears = _paths_of(products[0]), _paths_of(last[0])
+            return MatchedBlock("gated_mlp", linears, name, first)
         return None
     return None
 
 
-def is_bent(recording: Recording) -> bool:
-    """Whether a recorded forward computes a function of single elements that is no line.
+def is_nonlinear(recording: Recording) -> bool:
+    """Whether a recorded forward computes a function of single elements that is not linear.
 
-    False if it computes anything but such functions, products and parts.
+    False if it computes anything but such functions, products and columns.
     """
-    kinds = ("point", "other")
-    ops = [n for n in recording.nodes if n.kind in kinds and not isinstance(n.op, str)]
+    kinds = ("elementwise", "other")
+    ops = [node for node in recording.nodes if node.kind in kinds and not isinstance(node.op, str)]
     if not all(is_pointwise(node.op) for node in ops if node.kind == "other"):
         return False
-    return any(node.name.rstrip("_") not in _LINES for node in ops)
+    return any(node.name.rstrip("_") not in _LINEAR_OPS for node in ops)
 
 
 def is_activation(module: nn.Module) -> bool:
     """Whether a module is a function of single elements, as its recorded forward shows."""
     if module._modules or any(is_lazy(p) or p.dim() > 1 for p in module.parameters()):
         return False
-    return takes_one(module) and is_bent(record(module, (2, 3, 8)))
+    return takes_one(module) and is_nonlinear(record(module, (2, 3, 8)))
 
 
-def _weight(product: Node) -> Weight:
-    _, weight, *bias = product.of
-    return Weight(weight.path, bias[0].path if bias else None, product.is_transposed)
+def _paths_of(product: Node) -> LinearPaths:
+    """Return the places of the weight and bias of a product."""
+    _, weight, *biases = product.inputs
+    return LinearPaths(weight.path, biases[0].path if biases else None, product.is_transposed)
 
 
 def _leaves(y: Node) -> list[Node]:
-    """Return the nodes that make a node by ops on single elements: products, parts and others."""
-    return [node for node in walk(y, "point") if node.kind not in ("point", "number")]
+    """Return the nodes of which elementwise ops make a node, scalars excepted."""
+    nodes = nodes_behind(y, through="elementwise")
+    return [node for node in nodes if node.kind not in ("elementwise", "scalar")]
 
 
 @cache
@@ -118,40 +132,41 @@ def _grid() -> tuple[Tensor, Tensor]:
         return z, z[torch.arange(len(z)) * 997 % len(z)]
 
 
-def _looked_up(h: Node, *inputs: Node) -> str | None:
-    """Return the activation that a node is of its input, times a second one where it has two."""
-    z, other = _grid()
-    up = other if len(inputs) == 2 else torch.ones_like(z)
+def _activation_of(hidden: Node, z: Node, up: Node | None = None) -> str | None:
+    """Return the activation for which a node is act(z), or act(z) * up; None for others."""
+    z_values, other_values = _grid()
+    up_values = torch.ones_like(z_values) if up is None else other_values
+    known = {z: z_values} if up is None else {z: z_values, up: up_values}
     with undisturbed("cpu"), torch.no_grad():
         try:
-            values = _evaluated(h, dict(zip(inputs, (z, up), strict=False)))
+            values = _evaluated(hidden, known)
         except Exception:  # arbitrary code of others
             return None
-        if not isinstance(values, Tensor) or values.shape != z.shape:
+        if not isinstance(values, Tensor) or values.shape != z_values.shape:
             return None
         for name, act in ACTIVATIONS.items():
-            expected = act.eager(z.clone()) * up
-            room = _TOL * up.abs().clamp_min(1) + _TOL * expected.abs()
-            if ((values.double() - expected).abs() <= room).all():
+            expected = act.eager(z_values.clone()) * up_values
+            tolerance = _TOL * up_values.abs().clamp_min(1) + _TOL * expected.abs()
+            if ((values.double() - expected).abs() <= tolerance).all():
                 return name
     return None
 
 
-def _evaluated(h: Node, known: dict[Node, Tensor]) -> Any:
-    """Return a node's value for the `known` values of others, by ops on single elements."""
+def _evaluated(y: Node, known: dict[Node, Tensor]) -> Any:
+    """Return a node's value, made by elementwise ops from the `known` values of others."""
     values: dict[Any, Any] = dict(known)
     like = next(iter(known.values()))
 
-    def value(argument: Any) -> Any:
+    def value_of(argument: Any) -> Any:
         return values[argument] if isinstance(argument, Node) else argument
 
-    for node in walk(h, "point"):
+    for node in nodes_behind(y, through="elementwise"):
         if node in values:
             continue
-        args, kwargs = pytree.tree_map(value, (node.args, node.kwargs or {}))
-        if node.kind == "number":
+        args, kwargs = pytree.tree_map(value_of, (node.args, node.kwargs or {}))
+        if node.kind == "scalar":
             kwargs = {**kwargs, "dtype": like.dtype, "device": like.device}
         elif schema_of(node.op).is_mutable:
             args = [args[0].clone(), *args[1:]]
         values[node] = node.op(*args, **kwargs)
-    return values[h]
+    return values[y]

@@ -1,7 +1,9 @@
-"""Run a module's forward once on meta tensors, and record its ops.
+"""Run a module's forward once on meta tensors, and record it as a graph of nodes.
 
-Ops are recorded when they reach ATen, whatever the Python code: a graph of matmuls with parameters,
-slices of rows, elementwise ops, and others. Only matmuls are recognised by name.
+Ops are recorded when they reach ATen, whatever the Python code. A node is a tensor that the forward
+made; its kind says how, as far as a match needs it (see `Node.kind`). Only products with a weight
+are recognised by the names of their ops. Where the forward does something that a recording cannot
+cover, it is stopped, and the recording has the reason.
 """
 
 from __future__ import annotations
@@ -28,27 +30,34 @@ from fusedckpt.autograd.private import (
     storage_key,
 )
 from fusedckpt.fusing.replica import Path, undisturbed
-from fusedckpt.fusing.spies import Log, spied
+from fusedckpt.fusing.spies import ForwardLog, spied_copy
 from fusedckpt.layers.fallbacks import NotFused
 
 _READS_VALUES = ("_local_scalar_dense", "equal", "is_nonzero", "item", "nonzero")
-# nodes that hold a number for every element of rows
-_ROWS = ("x", "product", "part", "point")
+# kinds of nodes with a value for every row of the input, or for some of its columns
+_ROW_KINDS = ("x", "product", "columns", "elementwise")
 _COPIES = ("_unsafe_view", "clone")
 _AUTOCASTING = ("cpu", "cuda")
 # the op of a tensor that the forward did not create: a buffer, or any other
-BUFFER_OP, FOREIGN_OP = "a buffer", "a tensor of its own"
+BUFFER_OP = "a buffer"
+FOREIGN_OP = "a tensor of its own"
 
 
 @dataclass(eq=False)
 class Node:
     """A tensor of the recorded forward."""
 
-    # "x"; "weight", a parameter; "product", of rows and a weight, with the bias added; "part",
-    # some columns of its input; "point", an elementwise op; "number"; "other", any other op
+    # how it was made:
+    #   "x"            the input, also seen through casts and views that keep its rows
+    #   "weight"       a parameter
+    #   "product"      rows times a weight, plus a bias if there is one
+    #   "columns"      some columns of its input
+    #   "elementwise"  an op on each element of tensors of one shape
+    #   "scalar"       a tensor without dimensions, made from no tensor
+    #   "other"        any other op, and tensors that the forward did not create
     kind: str
-    # the tensors that it was made of
-    of: tuple[Node, ...] = ()
+    # the nodes that it was made of; of a product: rows, the weight and the bias, if there is one
+    inputs: tuple[Node, ...] = ()
     # the op that made it, or a tensor described in words
     op: Any = None
     # the op's arguments, with nodes in place of tensors
@@ -59,7 +68,7 @@ class Node:
     path: Path = ()
     # of a parameter or product, whether the weight lies as [in, out]
     is_transposed: bool = False
-    # of a part, its first column and the one behind its last
+    # of columns, the first and the one behind the last
     span: tuple[int, int] = (0, 0)
     # nodes are numbered in the order in which they were made
     number: int = field(default_factory=count().__next__)
@@ -77,7 +86,7 @@ class Recording:
     # the result, None where the run stopped
     y: Node | None
     # the state that it read
-    log: Log
+    log: ForwardLog
     # why it stopped
     reason: NotFused | None
     # of the input and of the result
@@ -87,34 +96,22 @@ class Recording:
 
     @property
     def nodes(self) -> list[Node]:
-        """Return the nodes that made the result, in order, and its own."""
-        return [] if self.y is None else walk(self.y)
+        """Return the nodes that made the result, in order, and the result's."""
+        return [] if self.y is None else nodes_behind(self.y)
 
 
-def described(recording: Recording) -> list[tuple[Any, ...]]:
-    """Return the nodes that made a result as values to compare: ops, numbers, places of inputs."""
-    places = {node: place for place, node in enumerate(recording.nodes)}
+def nodes_behind(y: Node, through: str | None = None) -> list[Node]:
+    """Return a node and the nodes that made it, in the order in which they were made.
 
-    def described_node(node: Node) -> tuple[Any, ...]:
-        args, kwargs = pytree.tree_map(
-            lambda value: f"node {places[value]}" if isinstance(value, Node) else value,
-            (node.args, node.kwargs or {}),
-        )
-        inputs = [places[parent] for parent in node.of]
-        return node.kind, str(node.op), inputs, args, kwargs, node.path, node.span
-
-    return [described_node(node) for node in recording.nodes]
-
-
-def walk(y: Node, through: str | None = None) -> list[Node]:
-    """Return a node and the nodes that made it in order, past nodes of that kind alone if given."""
+    through: the kind of nodes whose inputs are followed, None for all kinds.
+    """
     seen: set[Node] = set()
     todo = [y]
     while todo:
         node = todo.pop()
         if node not in seen:
             seen.add(node)
-            todo += node.of if through in (None, node.kind) else ()
+            todo += node.inputs if through in (None, node.kind) else ()
     return sorted(seen, key=lambda node: node.number)
 
 
@@ -127,40 +124,42 @@ def record(
     rate: tuple[Path, float] | None = None,
     autocast: bool = False,
     strided: bool = False,
-    keeps_rates: bool = False,
-    grad: bool | None = None,
-    inputs: int = 1,
+    num_inputs: int = 1,
 ) -> Recording:
-    """Record the ops of a module's forward on an input of this shape, in some dtype or its own.
+    """Record the ops of a module's forward on an input of this shape.
 
-    training: the mode; rate: the path of a dropout rate and its value, while all others are 0 in
-    training, unless `keeps_rates`; autocast: whether it is enabled, which meta tensors ignore;
-    strided: whether the input's first two dimensions are transposed in memory; grad: whether
-    gradients are enabled, by default in training; inputs: how many tensors of the shape it takes.
+    Args:
+        module: the module; a copy of it runs.
+        shape: the shape of each input.
+        dtype: of inputs and parameters; None for the module's own.
+        training: whether the module trains, and gradients are enabled.
+        rate: the path of a dropout rate and its value; in training all others are 0.
+        autocast: whether autocast is enabled, which meta tensors ignore.
+        strided: whether an input's first two dimensions are transposed in memory.
+        num_inputs: how many tensors the forward takes.
     """
-    grad = training if grad is None else grad
-    log = Log()
+    log = ForwardLog()
     dtype_of_module = next((p.dtype for p in module.parameters()), torch.float32)
     try:
         with _python_random(log), undisturbed("meta"):
-            clone = spied(module, log, dtype, training, rate=rate, keeps_rates=keeps_rates)
+            clone = spied_copy(module, log, dtype, training, rate=rate)
             xs = [
                 torch.empty(shape, dtype=dtype or dtype_of_module, device="meta")
-                for _ in range(inputs)
+                for _ in range(num_inputs)
             ]
             if strided:
                 xs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in xs]
             for x in xs:
-                x.requires_grad_(grad)
+                x.requires_grad_(training)
             with (
-                torch.set_grad_enabled(grad),
+                torch.set_grad_enabled(training),
                 _autocasting(autocast),
-                _Watch(log),
+                _FunctionWatch(log),
                 _Recorder(log, xs) as recorder,
             ):
                 y = type(module).forward(clone, *xs)
     except Exception as error:  # arbitrary user code, on meta tensors
-        return Recording(None, log, log.stop or _raised(module, error))
+        return Recording(None, log, log.stop or _why_raised(module, error))
     for name, before, after in log.containers:
         if before != after:
             log.stopped("writes", name)
@@ -169,11 +168,15 @@ def record(
     if log.stop is not None:
         return Recording(None, log, log.stop)
     return Recording(
-        recorder.node(y), log, None, (shape, tuple(y.shape)), dtypes=(xs[0].dtype, y.dtype)
+        recorder.node_of(y),
+        log,
+        reason=None,
+        shapes=(shape, tuple(y.shape)),
+        dtypes=(xs[0].dtype, y.dtype),
     )
 
 
-def _raised(module: nn.Module, error: Exception) -> NotFused:
+def _why_raised(module: nn.Module, error: Exception) -> NotFused:
     """Return why a forward raised on one tensor: it takes more, or another reason."""
     _, first, *others = inspect.signature(type(module).forward).parameters.values()
     kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
@@ -184,19 +187,19 @@ def _raised(module: nn.Module, error: Exception) -> NotFused:
 
 
 @contextmanager
-def _python_random(log: Log) -> Iterator[None]:
+def _python_random(log: ForwardLog) -> Iterator[None]:
     """Restore the random states of Python and numpy, and stop the log if numbers were drawn."""
     state: Any = random.getstate()
-    theirs: Any = np.random.get_state()
+    numpy_state: Any = np.random.get_state()
     try:
         yield
     finally:
         now: Any = np.random.get_state()
-        same = np.array_equal(theirs[1], now[1]) and theirs[2:] == now[2:]
-        if random.getstate() != state or not same:
+        is_same = np.array_equal(numpy_state[1], now[1]) and numpy_state[2:] == now[2:]
+        if random.getstate() != state or not is_same:
             log.stopped("random")
         random.setstate(state)
-        np.random.set_state(theirs)
+        np.random.set_state(numpy_state)
 
 
 @contextmanager
@@ -211,34 +214,37 @@ def _autocasting(enabled: bool) -> Iterator[None]:
             torch.set_autocast_enabled(device, was)
 
 
-class _Watch(TorchFunctionMode):
+class _FunctionWatch(TorchFunctionMode):
     """Stops a forward that changes grad or autocast mode, as autograd.Functions do."""
 
-    def __init__(self, log: Log):
+    def __init__(self, log: ForwardLog):
         super().__init__()
-        self.log, self.modes = log, self._modes()
+        self.log = log
+        self.modes = self._modes_now()
 
-    def _modes(self) -> list[bool]:
+    def _modes_now(self) -> list[bool]:
         return [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, _AUTOCASTING)]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._modes() != self.modes:
+        if self._modes_now() != self.modes:
             raise self.log.stopped("function")
         if getattr(func, "__name__", "") in ("register_hook", "retain_grad"):
             raise self.log.stopped("tensor hooks")
         if func in (F.dropout, torch.dropout):
-            self.log.dropped.append((kwargs or {})["p"] if len(args) < 2 else args[1])
+            self.log.dropout_rates.append((kwargs or {})["p"] if len(args) < 2 else args[1])
         return func(*args, **(kwargs or {}))
 
 
-class _Call(NamedTuple):
-    """A call of an op, the tensors among its arguments, and their nodes."""
+class _OpCall(NamedTuple):
+    """A call of an op."""
 
     func: Any
     args: Any
     kwargs: Any
-    given: list[Tensor]
-    of: tuple[Node, ...]
+    # the tensors among the arguments
+    tensors: list[Tensor]
+    # their nodes
+    nodes: tuple[Node, ...]
 
     @property
     def name(self) -> str:
@@ -246,19 +252,20 @@ class _Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the node of every tensor that the ops inside make."""
+    """Knows the node of every tensor that the ops inside make."""
 
-    def __init__(self, log: Log, xs: list[Tensor]):
+    def __init__(self, log: ForwardLog, xs: list[Tensor]):
         super().__init__()
-        self.log, self.dtype = log, xs[0].dtype
-        # tensors live as long as their ids are looked up
+        self.log = log
+        self.dtype = xs[0].dtype
+        # by the tensor's id; the tensors live as long as their ids are looked up
         self.nodes: dict[int, tuple[Tensor, Node]] = {id(x): (x, Node("x")) for x in xs}
         for path, parameter in log.parameters.values():
             self.nodes[id(parameter)] = parameter, Node("weight", path=path)
         for buffer in log.buffers:
             self.nodes[id(buffer)] = buffer, Node("other", op=BUFFER_OP)
 
-    def node(self, tensor: Tensor) -> Node:
+    def node_of(self, tensor: Tensor) -> Node:
         """Return a tensor's node; a tensor that the forward did not create is of unknown kind."""
         known = self.nodes.get(id(tensor))
         return Node("other", op=FOREIGN_OP) if known is None else known[1]
@@ -270,86 +277,88 @@ class _Recorder(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.log.stopped("random")
         written = _written(func, args, kwargs)
-        for node in map(self.node, written):
+        for node in map(self.node_of, written):
             if node.kind in ("x", "weight") or node.op in (BUFFER_OP, FOREIGN_OP):
                 raise self.log.stopped("writes", "a tensor that it did not create")
-        tensors = _tensors((args, kwargs))
-        call = _Call(func, args, kwargs, tensors, of=tuple(map(self.node, tensors)))
-        out = func(*args, **kwargs)
+        tensors = _tensors_in((args, kwargs))
+        call = _OpCall(func, args, kwargs, tensors, nodes=tuple(map(self.node_of, tensors)))
+        result = func(*args, **kwargs)
         if written:
             self._overwrite(call, written[0])
-            return out
-        for made in _tensors(out):
-            self.nodes[id(made)] = made, self._made(call, made)
-        return out
+            return result
+        for made in _tensors_in(result):
+            self.nodes[id(made)] = made, self._made_by(call, made)
+        return result
 
-    def _overwrite(self, call: _Call, target: Tensor) -> None:
+    def _overwrite(self, call: _OpCall, target: Tensor) -> None:
         """Give a tensor modified in place, and its aliases, the new node."""
-        before = self.node(target)
-        node = self._point(call, target) or Node("other", call.of, call.func)
+        before = self.node_of(target)
+        node = self._elementwise(call, target) or Node("other", call.nodes, call.func)
         storage = storage_key(target.untyped_storage())
         for key, (tensor, old) in self.nodes.items():
             if storage_key(tensor.untyped_storage()) == storage:
-                # a view of a part of it, or the tensor that it is a part of
-                kept = node if old is before else Node("other", (old,), call.func)
-                self.nodes[key] = tensor, kept
+                # a view of a part of it, or the tensor that it is a part of, is of unknown kind
+                is_whole = old is before
+                self.nodes[key] = tensor, node if is_whole else Node("other", (old,), call.func)
 
-    def _made(self, call: _Call, made: Tensor) -> Node:
-        if not call.given:
-            is_number = made.dim() == 0
-            return Node(
-                "number" if is_number else "other", (), call.func, call.args, kwargs=call.kwargs
-            )
+    def _made_by(self, call: _OpCall, made: Tensor) -> Node:
+        """Return the node of a tensor that a call made."""
+        if not call.tensors:
+            kind = "scalar" if made.dim() == 0 else "other"
+            return Node(kind, (), call.func, call.args, kwargs=call.kwargs)
         node = None
-        if len(call.given) == 1 and call.name != "detach":
-            node = self._viewed(call, made)
+        if len(call.tensors) == 1 and call.name != "detach":
+            node = self._view(call, made)
         elif call.name in ("mm", "addmm", "linear"):
             node = _product(call)
-        elif call.name == "add" and not call.kwargs and len(call.of) == 2:
-            node = _biased(*call.of)
-        return node or self._point(call, made) or self._as(call, "other")
+        elif call.name == "add" and not call.kwargs and len(call.nodes) == 2:
+            node = _product_with_bias(*call.nodes)
+        return node or self._elementwise(call, made) or self._node_with_args(call, "other")
 
-    def _viewed(self, call: _Call, made: Tensor) -> Node | None:
-        """Return the node of a view with some columns of another tensor."""
-        (a,), (node,) = call.given, call.of
+    def _view(self, call: _OpCall, made: Tensor) -> Node | None:
+        """Return the node of a view, cast or copy of a tensor, or of some of its columns."""
+        (source,) = call.tensors
+        (node,) = call.nodes
         if call.name == "_to_copy":
-            floats = a.is_floating_point() and made.is_floating_point() and a.dim() > 0
+            floats = source.is_floating_point() and made.is_floating_point() and source.dim() > 0
             is_wide = made.dtype.itemsize > self.dtype.itemsize or made.dtype == self.dtype
             return node if floats and is_wide else None
-        if not (call.func.is_view or call.name in _COPIES) or 0 in (made.dim(), a.dim()):
+        is_view = call.func.is_view or call.name in _COPIES
+        if not is_view or 0 in (made.dim(), source.dim()):
             return None
         if node.kind == "weight":
-            return _turned(node, a, made)
-        is_in_order = a.is_contiguous() and made.is_contiguous()
-        if made.shape[-1] == a.shape[-1] and made.numel() == a.numel():
-            is_same = made.shape == a.shape and (
-                call.name == "clone" or made.stride() == a.stride()
+            return _weight_view(node, source, made)
+        is_in_order = source.is_contiguous() and made.is_contiguous()
+        if made.shape[-1] == source.shape[-1] and made.numel() == source.numel():
+            is_same = made.shape == source.shape and (
+                call.name == "clone" or made.stride() == source.stride()
             )
             return node if is_in_order or is_same else None
-        if made.shape[:-1] != a.shape[:-1] or made.stride() != a.stride():
+        if made.shape[:-1] != source.shape[:-1] or made.stride() != source.stride():
             return None
-        start = int(made.storage_offset()) - int(a.storage_offset())
-        return Node("part", (node,), span=(start, start + made.shape[-1]))
+        start = int(made.storage_offset()) - int(source.storage_offset())
+        return Node("columns", (node,), span=(start, start + made.shape[-1]))
 
-    def _point(self, call: _Call, made: Tensor) -> Node | None:
+    def _elementwise(self, call: _OpCall, made: Tensor) -> Node | None:
         """Return the node of an elementwise op on tensors of one shape."""
-        if not is_pointwise(call.func) or {one.kind for one in call.of} == {"number"}:
+        if not is_pointwise(call.func) or {node.kind for node in call.nodes} == {"scalar"}:
             return None
-        fits = (
-            node.kind == "number" or (tensor.shape == made.shape and node.kind in _ROWS)
-            for tensor, node in zip(call.given, call.of, strict=True)
+        are_rows = (
+            node.kind == "scalar" or (tensor.shape == made.shape and node.kind in _ROW_KINDS)
+            for tensor, node in zip(call.tensors, call.nodes, strict=True)
         )
-        return self._as(call, "point") if all(fits) else None
+        return self._node_with_args(call, "elementwise") if all(are_rows) else None
 
-    def _as(self, call: _Call, kind: str) -> Node:
-        """Return the node of a call, with nodes in place of tensors."""
+    def _node_with_args(self, call: _OpCall, kind: str) -> Node:
+        """Return the node of a call that keeps its arguments, with nodes in place of tensors."""
         args, kwargs = pytree.tree_map(
-            lambda v: self.node(v) if isinstance(v, Tensor) else v, (call.args, call.kwargs)
+            lambda value: self.node_of(value) if isinstance(value, Tensor) else value,
+            (call.args, call.kwargs),
         )
-        return Node(kind, call.of, call.func, args, kwargs=kwargs)
+        return Node(kind, call.nodes, call.func, args, kwargs=kwargs)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
@@ -361,33 +370,32 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [by_name[name] for name in names if isinstance(by_name.get(name), Tensor)]
 
 
-def _turned(node: Node, a: Tensor, made: Tensor) -> Node | None:
+def _weight_view(node: Node, source: Tensor, made: Tensor) -> Node | None:
     """Return the node of a view of a whole parameter: the same, or transposed."""
-    if made.shape == a.shape and made.stride() == a.stride():
+    if made.shape == source.shape and made.stride() == source.stride():
         return node
-    turned = made.shape == a.shape[::-1] and made.stride() == a.stride()[::-1]
-    if a.dim() == 2 and turned:
+    is_turned = made.shape == source.shape[::-1] and made.stride() == source.stride()[::-1]
+    if source.dim() == 2 and is_turned:
         return Node("weight", path=node.path, is_transposed=not node.is_transposed)
     return None
 
 
-def _product(call: _Call) -> Node | None:
+def _product(call: _OpCall) -> Node | None:
+    """Return the node of a product of rows with a weight."""
     if call.kwargs or (call.name == "addmm" and len(call.args) > 3):
         return None
     # addmm has the bias first, linear may have one last
-    rows, weight, *biases = call.of if call.name != "addmm" else (*call.of[1:], call.of[0])
-    bias = biases[0] if biases else None
-    if weight.kind != "weight" or (bias is not None and bias.kind != "weight"):
+    rows, weight, *biases = call.nodes if call.name != "addmm" else (*call.nodes[1:], call.nodes[0])
+    if any(node.kind != "weight" for node in (weight, *biases)):
         return None
-    of = (rows, weight) if bias is None else (rows, weight, bias)
     # F.linear's weight is [out, in], which mm reads transposed
-    return Node("product", of, is_transposed=weight.is_transposed == (call.name == "linear"))
+    is_transposed = weight.is_transposed == (call.name == "linear")
+    return Node("product", (rows, weight, *biases), is_transposed=is_transposed)
 
 
-def _biased(a: Node, b: Node) -> Node | None:
-    """Return a product with a bias, of a product without one and a parameter."""
-    if a.kind == "weight":
-        a, b = b, a
-    if a.kind != "product" or b.kind != "weight" or len(a.of) == 3:
+def _product_with_bias(a: Node, b: Node) -> Node | None:
+    """Return a product with a bias, of a product without one and a parameter, in any order."""
+    product, bias = (b, a) if a.kind == "weight" else (a, b)
+    if product.kind != "product" or bias.kind != "weight" or len(product.inputs) == 3:
         return None
-    return Node("product", (*a.of, b), is_transposed=a.is_transposed)
+    return Node("product", (*product.inputs, bias), is_transposed=product.is_transposed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-def call(module: Any, x: Tensor) -> Any:
+def run_forward(module: Any, x: Tensor) -> Any:
     """Run the module's forward, without the hooks around it."""
     return type(module).forward(module, x)
 
@@ -27,25 +27,25 @@ class Swap:
     # its text in the report
     change: str
     # the class that the module gets
-    to: type[nn.Module]
+    new_class: type[nn.Module]
     # the attributes that it gets, and loses by `unfuse`
     attributes: dict[str, Any]
     # the trailing shape of the module's input
     features: tuple[int, ...] = ()
     # whether the module computes the same with smaller parameters, which are then verified
-    is_sized: bool = False
+    can_shrink: bool = False
     # what reports say, by the name below the module
     parts: dict[str, Part] = field(default_factory=dict)
     # where a method is swapped: a module of the children that the method calls
-    own: Any = None
+    method_mlp: Any = None
     # calls the module on one tensor
-    run: Callable[[Any, Tensor], Any] = call
+    run: Callable[[Any, Tensor], Any] = run_forward
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
         module.__dict__.update(self.attributes)
         module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
-        module.__class__ = self.to
+        module.__class__ = self.new_class
 
 
 # the attribute of a swapped module that has its `Original`

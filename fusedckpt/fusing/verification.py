@@ -35,8 +35,8 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
     """
     first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
     device = torch.device("cpu") if first.is_meta else first.device
-    sizes = small_sizes(module) if swap.is_sized else {}
-    unheld = _unheld(swap)
+    sizes = small_sizes(module) if swap.can_shrink else {}
+    unguarded = _without_guards(swap)
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
     draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
     with undisturbed(device):
@@ -55,7 +55,7 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
                     except Exception:  # arbitrary user code, in a dtype that it may not support
                         name = str(dtype).removeprefix("torch.")
                         return NotFused("check dtype", name)
-                ours = run.results(first.dtype, device, unheld)
+                ours = run.results(first.dtype, device, unguarded)
                 results = results or [Errors(first.dtype) for _ in ours]
                 for errors, mine, truth, theirs in zip(results, ours, *eager, strict=True):
                     errors.add(mine, theirs, truth)
@@ -74,11 +74,11 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
     return small
 
 
-def _unheld(swap: Swap) -> Swap:
+def _without_guards(swap: Swap) -> Swap:
     """Return the swap of a replica, for which only sizes have changed."""
     match = swap.attributes.get("_fusedckpt_match")
-    unheld = {} if match is None else {"_fusedckpt_match": match._replace(held=())}
-    return replace(swap, attributes={**swap.attributes, **unheld})
+    unguarded = {} if match is None else {"_fusedckpt_match": match._replace(guards=())}
+    return replace(swap, attributes={**swap.attributes, **unguarded})
 
 
 def _problem(results: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
@@ -180,7 +180,7 @@ def saved_per_token(
             if change is not None:
                 change.apply(clone)
                 match = change.attributes.get("_fusedckpt_match")
-                for path, name in getattr(match, "rates", ()):
+                for path, name in getattr(match, "zero_rates", ()):
                     vars(child_at(clone, path))[name] = 0.0
             shape = 1, tokens, *swap.features
             x = torch.empty(shape, dtype=dtype or _dtype(module), device="meta", requires_grad=True)

@@ -61,7 +61,6 @@ WORDS = {
     "sets": ("its forward sets {}", _CHECKPOINT),
     "state": ("its forward reads {}, which may change", "keep it in a number or a flag"),
     "foreign": ("its forward reads a tensor that is no parameter", "register it as a parameter"),
-    "counts": ("its forward computes another function in each call", _CHECKPOINT),
     "inputs": ("its forward takes {} besides one tensor", _CHECKPOINT),
     "raised": ("its forward raised a {} for one tensor", _CHECKPOINT),
     "returns": ("its forward returns a {}", _CHECKPOINT),
