@@ -50,7 +50,7 @@ class FusedExperts(Swapped):
     def _fused(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor | NotFused:
         return fused(self, self._fusedckpt_match, self.save, self.chunks, x, index, scores)
 
-    def _now(self) -> str:
+    def _function_now(self) -> str:
         return f"fused as experts, save={self.save}"
 
 

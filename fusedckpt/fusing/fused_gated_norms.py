@@ -74,7 +74,7 @@ class FusedGatedNorm(Swapped):
             return NotFused("dtype", x.dtype)
         return matched_gated_norm(self, match, x, gate, weight)
 
-    def _now(self) -> str:
+    def _function_now(self) -> str:
         return f"fused as {self._fusedckpt_match.words}"
 
 

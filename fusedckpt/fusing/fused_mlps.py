@@ -48,7 +48,7 @@ class FusedMLP(Swapped):
         """Return the modules with the block's weights, or why they must stay whole."""
         return shardable_linears(self, self._fusedckpt_match)
 
-    def _now(self) -> str:
+    def _function_now(self) -> str:
         block = self._fusedckpt_match.block
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
         now = f"fused as {block.kind}, activation={block.activation}", f"save={self.save}"

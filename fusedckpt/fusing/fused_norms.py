@@ -75,7 +75,7 @@ class FusedNorm(Swapped):
             return NotFused("dtype", x.dtype)
         return normalised(self, match, x, weight, bias)
 
-    def _now(self) -> str:
+    def _function_now(self) -> str:
         match = self._fusedckpt_match
         ours = "layer_norm" if match.kind == "layer" else f"rms_norm, cast={match.cast}"
         return f"fused as {ours}"

@@ -22,28 +22,23 @@ from fusedckpt.layers.fallbacks import NotFused
 
 
 class Guard(NamedTuple):
-    """The state of one module that must not change."""
+    """The state of one module for which a match holds."""
 
     # the names of the children that lead to it
     path: Path
     # its class, None for the swapped module itself
     kind: type[nn.Module] | None
     # the number of its children, None for any
-    children: int | None
+    num_children: int | None
     # attributes that were read, each as the names that lead to it, and their values
     reads: tuple[tuple[Path, Any], ...]
 
 
 # the value of a missing attribute
 MISSING = "no value"
-
-
-_SIMPLE = (
-    *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, enum.Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-
-
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_OPTIONS = (range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SIMPLE = _NUMBERS + _OPTIONS
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
 
 
@@ -76,13 +71,13 @@ def first_change(module: nn.Module, guards: tuple[Guard, ...]) -> NotFused | Non
 
     The reason names the child that was replaced or has hooks, or the changed attribute.
     """
-    for path, kind, children, reads in guards:
+    for path, kind, num_children, reads in guards:
         part = child_at(module, path)
-        if part is None or (kind is not None and kind is not _kind(part)):
+        if part is None or (kind is not None and kind is not _original_class(part)):
             return NotFused("child", ".".join(path))
         if kind is not None and has_hooks(part):
             return NotFused("hook", ".".join(path))
-        if children is not None and len(part._modules) != children:
+        if num_children is not None and len(part._modules) != num_children:
             return NotFused("child", ".".join(path))
         for names, value in reads:
             now: Any = part
@@ -93,7 +88,7 @@ def first_change(module: nn.Module, guards: tuple[Guard, ...]) -> NotFused | Non
     return None
 
 
-def _kind(module: nn.Module) -> type[nn.Module]:
+def _original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class before it was swapped, nn.Linear for a linear that dequantises."""
     if is_dequantising(module):
         return nn.Linear

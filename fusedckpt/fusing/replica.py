@@ -35,29 +35,39 @@ def replica(
 ) -> Any:
     """Return a copy of a module tree with other parameters, shared buffers and no hooks.
 
-    parameter: maps a parameter and its path to the copy's; rate: maps the path of an attribute that
-    is a dropout rate to the copy's, None keeps rates; sizes: replacements for numbers that are
-    sizes; enter: returns the class of a module's copy, and attributes for it.
+    Args:
+        module: the module.
+        parameter: maps a parameter and its path to the copy's parameter.
+        training: the mode of the copy.
+        rate: maps the path of an attribute that is a dropout rate to the copy's rate; None keeps
+            rates.
+        sizes: replacements for numbers that are sizes.
+        enter: returns the class of a module's copy, and attributes for it.
+        path: of the module below the first one.
     """
     kind, attributes_of_copy = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
     attributes = vars(module)
-    made: dict[str, Any] = {name: type(attributes[name])() for name in _HOOKS}
-    made |= {n: sizes[v] for n, v in attributes.items() if type(v) is int and v > 1 and v in sizes}
+    changed: dict[str, Any] = {name: type(attributes[name])() for name in _HOOKS}
+    changed |= {
+        name: sizes[value]
+        for name, value in attributes.items()
+        if type(value) is int and value > 1 and value in sizes
+    }
     if rate is not None:
-        made |= {name: rate((*path, name)) for name in rates_of(module)}
-    made["_parameters"] = {
-        name: None if parameter_of_module is None else parameter(parameter_of_module, (*path, name))
-        for name, parameter_of_module in module._parameters.items()
+        changed |= {name: rate((*path, name)) for name in rates_of(module)}
+    changed["_parameters"] = {
+        name: None if p is None else parameter(p, (*path, name))
+        for name, p in module._parameters.items()
     }
     options: Any = {"training": training, "rate": rate, "sizes": sizes, "enter": enter}
-    made["_modules"] = {
+    changed["_modules"] = {
         name: None if child is None else replica(child, parameter, **options, path=(*path, name))
         for name, child in module._modules.items()
     }
     # bypasses a class that records attributes that are set
     object.__getattribute__(clone, "__dict__").update(
-        attributes, training=training, **made, **attributes_of_copy
+        attributes, training=training, **changed, **attributes_of_copy
     )
     return clone
 
@@ -66,14 +76,17 @@ def rates_of(module: nn.Module) -> list[str]:
     """Return the attributes that are dropout rates in training."""
     if type(module) is nn.Dropout:
         return ["p"]
-    attributes = vars(module).items()
-    return [n for n, v in attributes if "drop" in n and type(v) in (int, float) and n[0] != "_"]
+    return [
+        name
+        for name, value in vars(module).items()
+        if "drop" in name and type(value) in (int, float) and name[0] != "_"
+    ]
 
 
 class Draw:
     """Random float64 values for a module's parameters and input, determined by a seed.
 
-    Matrices are scaled so that products are of order one. `values` are by the parameters' ids.
+    Matrices are scaled so that products are of order one.
     """
 
     def __init__(
@@ -85,12 +98,13 @@ class Draw:
         seed: int = 0,
     ):
         self.generator = torch.Generator().manual_seed(seed)
+        # by the parameters' ids
         self.values: dict[int, Tensor] = {}
         for parameter in module.parameters():
             value = self.randn([sizes.get(n, n) for n in parameter.shape])
             scale = value.shape[-1] ** -0.5 if value.dim() == 2 else 1.0
             self.values[id(parameter)] = value * scale
-        # three dimensions: a module that picks one of the first two shows
+        # three dimensions: then the result shows a module that picks one of the first two
         self.x = self.randn([2, rows // 2, *(sizes.get(n, n) for n in features)])
 
     def randn(self, shape: Any) -> Tensor:

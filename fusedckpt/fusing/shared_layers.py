@@ -29,6 +29,7 @@ from fusedckpt.autograd.phases import uncounted
 from fusedckpt.autograd.recipes import Leaf, Made, View
 from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.fusing.recipe_mode import every_function
+from fusedckpt.fusing.subclass import refuse_script
 
 
 def shared_view_of(x: Any, *makers: str) -> View | None:
@@ -82,9 +83,7 @@ class Shared(nn.Module):
     def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         raise NotImplementedError
 
-    def __prepare_scriptable__(self) -> Any:
-        """Refuse torch.jit.script."""
-        raise TypeError("torch.jit.script: the model was fused, call fusedckpt.unfuse first")
+    __prepare_scriptable__ = refuse_script
 
 
 class SharedProduct(Shared):

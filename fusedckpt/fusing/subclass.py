@@ -42,6 +42,11 @@ def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module
     return type(f"{_prefix(ours)}{original.__name__}", bases, names)
 
 
+def refuse_script(module: nn.Module) -> Any:
+    """Refuse torch.jit.script, which would compile the original forward."""
+    raise TypeError("torch.jit.script: the model was fused, call fusedckpt.unfuse first")
+
+
 def _prefix(kind: type[nn.Module]) -> str:
     return getattr(kind, "_fusedckpt_prefix", "Fused")
 

@@ -12,6 +12,31 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+# the attribute of a swapped module that has its `Original`
+MARK = "_fusedckpt_original"
+
+
+class Part(NamedTuple):
+    """A swapped module or block, as reports name it."""
+
+    # "norm", "mlp", "linear", "attention" or "experts"
+    kind: str
+    # the text of the report
+    change: str
+    # bytes per token before and after the swap, None where they are not known
+    saved: tuple[float, float] | None
+
+
+class Original(NamedTuple):
+    """The state of a module before it was swapped."""
+
+    # its class
+    kind: type[nn.Module]
+    # the attributes that `unfuse` deletes
+    attributes: tuple[str, ...]
+    # its swapped parts, by the name below the module
+    parts: dict[str, Part]
+
 
 def run_forward(module: Any, x: Tensor) -> Any:
     """Run the module's forward, without the hooks around it."""
@@ -46,29 +71,3 @@ class Swap:
         module.__dict__.update(self.attributes)
         module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
         module.__class__ = self.new_class
-
-
-# the attribute of a swapped module that has its `Original`
-MARK = "_fusedckpt_original"
-
-
-class Part(NamedTuple):
-    """A swapped module or block, as reports name it."""
-
-    # "norm", "mlp", "linear", "attention" or "experts"
-    kind: str
-    # the text of the report
-    change: str
-    # bytes per token before and after the swap, None where they are not known
-    saved: tuple[float, float] | None
-
-
-class Original(NamedTuple):
-    """The state of a module before it was swapped."""
-
-    # its class
-    kind: type[nn.Module]
-    # the attributes that `unfuse` deletes
-    attributes: tuple[str, ...]
-    # its swapped parts, by the name below the module
-    parts: dict[str, Part]

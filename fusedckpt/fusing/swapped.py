@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing import shared_layers
-from fusedckpt.fusing.subclass import made_of
+from fusedckpt.fusing.subclass import made_of, refuse_script
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sharded import Sharding
@@ -24,8 +23,9 @@ _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__
 class Swapped(nn.Module):
     """Forward of a swapped module: fused if proven equal for this call, else the original one."""
 
-    # how many tensors a fused call takes, and their names
+    # how many tensors a fused call takes
     _fusedckpt_count = 1
+    # their names in the original's signature
     _fusedckpt_names: tuple[str, ...]
     # how the weights are laid out over ranks, None for whole ones
     _fusedckpt_sharding: Sharding | None = None
@@ -37,11 +37,11 @@ class Swapped(nn.Module):
         ours, original = made_of(cls) or (nn.Module, nn.Module)
         if issubclass(ours, Swapped):
             # with the original's signature, by which torch.fx names a trace's inputs
-            call = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
-            cls.forward = wraps(original.forward)(call)
-            _, *names = inspect.signature(original.forward).parameters.values()
-            parameters = [p.name for p in names if p.kind is p.POSITIONAL_OR_KEYWORD]
-            cls._fusedckpt_names = tuple(parameters[: cls._fusedckpt_count])
+            forward = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
+            cls.forward = wraps(original.forward)(forward)
+            _, *parameters = inspect.signature(original.forward).parameters.values()
+            names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            cls._fusedckpt_names = tuple(names[: cls._fusedckpt_count])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""
@@ -58,7 +58,7 @@ class Swapped(nn.Module):
             return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
         return super().forward(*args, **kwargs)
 
-    __prepare_scriptable__ = shared_layers.Shared.__prepare_scriptable__
+    __prepare_scriptable__ = refuse_script
 
     def _by_position(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """Return a fused call's tensors, nothing where others are passed by name."""
@@ -68,10 +68,10 @@ class Swapped(nn.Module):
     def _original(self, x: Tensor) -> Any:
         return super().forward(x)
 
-    def _now(self) -> str:
+    def _function_now(self) -> str:
         """Name the function that it computes now, "" for its own."""
         return ""
 
     def extra_repr(self) -> str:
         """Describe the module as its class does, and name the function that it computes now."""
-        return ", ".join(filter(None, (super().extra_repr(), self._now())))
+        return ", ".join(filter(None, (super().extra_repr(), self._function_now())))

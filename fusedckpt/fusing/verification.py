@@ -1,9 +1,12 @@
-"""Compare a swapped module with the original on random numbers, and count bytes saved by both."""
+"""Verify a swap: compare outputs and gradients with the original's, and count bytes saved by both.
+
+Replicas run, on random numbers; the module itself does not.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -24,6 +27,8 @@ from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
 SCALES = (1.0, 10.0, 100.0, 1000.0)
+# of a measurement of bytes: so many that the seeds of a call are less than a byte per token
+_TOKENS = 64
 
 
 def difference(module: nn.Module, swap: Swap) -> NotFused | None:
@@ -33,36 +38,49 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
     elements or 16 draws, by the error rule of `fusing.accuracy`; at scales other than 1 the floor
     is 64 epsilons of max(scale, rms(truth)).
     """
-    first = next(module.parameters(), torch.empty(0, dtype=torch.float32, device="cpu"))
-    device = torch.device("cpu") if first.is_meta else first.device
     sizes = small_sizes(module) if swap.can_shrink else {}
-    unguarded = _without_guards(swap)
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
-    draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
-    with undisturbed(device):
+    num_draws = min(16, math.ceil(256 / max(1, min(counts, default=256))))
+    with undisturbed(_device_of(module)):
         for scale, training in product(SCALES, (False, True)):
-            results: list[Errors] = []
-            least = draws if scale == 1 else min(draws, 4)
-            for seed in range(max(least, FEWEST)):
-                # more draws where a result has few elements, such as a parameter of one number
-                if seed >= least and not any(errors.is_few for errors in results):
-                    break
-                run = _Run(module, swap, sizes, training, scale=scale, seed=seed)
-                eager = []
-                for dtype in (torch.float64, first.dtype):
-                    try:
-                        eager.append(run.results(dtype, device))
-                    except Exception:  # arbitrary user code, in a dtype that it may not support
-                        name = str(dtype).removeprefix("torch.")
-                        return NotFused("check dtype", name)
-                ours = run.results(first.dtype, device, unguarded)
-                results = results or [Errors(first.dtype) for _ in ours]
-                for errors, mine, truth, theirs in zip(results, ours, *eager, strict=True):
-                    errors.add(mine, theirs, truth)
-            problem = _problem(results, first.dtype, scale)
+            least = num_draws if scale == 1 else min(num_draws, 4)
+            draw = partial(_Run, module, swap, sizes, training, scale)
+            results = _errors_over_draws(module, swap, draw, least)
+            if isinstance(results, NotFused):
+                return results
+            problem = _problem(results, _dtype_of(module), scale)
             if problem is not None:
                 return problem
     return None
+
+
+def _errors_over_draws(
+    module: nn.Module, swap: Swap, draw: Callable[[int], _Run], least: int
+) -> list[Errors] | NotFused:
+    """Return the errors of the output and of each gradient, or why the module does not run.
+
+    draw: makes the run of a seed; least: how many draws are compared. More follow while a result
+    has few elements, such as a parameter of one number.
+    """
+    dtype = _dtype_of(module)
+    device = _device_of(module)
+    unguarded = _without_guards(swap)
+    results: list[Errors] = []
+    for seed in range(max(least, FEWEST)):
+        if seed >= least and not any(errors.is_few for errors in results):
+            break
+        run = draw(seed)
+        references = []
+        for dtype_of_reference in (torch.float64, dtype):
+            try:
+                references.append(run.results(dtype_of_reference, device))
+            except Exception:  # arbitrary user code, in a dtype that it may not support
+                return NotFused("check dtype", str(dtype_of_reference).removeprefix("torch."))
+        ours = run.results(dtype, device, unguarded)
+        results = results or [Errors(dtype) for _ in ours]
+        for errors, mine, truth, theirs in zip(results, ours, *references, strict=True):
+            errors.add(mine, theirs, truth)
+    return results
 
 
 def small_sizes(module: nn.Module) -> dict[int, int]:
@@ -77,11 +95,14 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
 def _without_guards(swap: Swap) -> Swap:
     """Return the swap of a replica, for which only sizes have changed."""
     match = swap.attributes.get("_fusedckpt_match")
-    unguarded = {} if match is None else {"_fusedckpt_match": match._replace(guards=())}
+    if match is None:
+        return swap
+    unguarded = {"_fusedckpt_match": match._replace(guards=())}
     return replace(swap, attributes={**swap.attributes, **unguarded})
 
 
 def _problem(results: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
+    """Return the first result that breaks the error rule, None if none does."""
     # large inputs overflow half precision where eager keeps values that we do not, and a small
     # value there may be the difference of large numbers
     floor = FLOOR if scale == 1 else 8 * FLOOR
@@ -108,11 +129,14 @@ class _Run:
         scale: float,
         seed: int,
     ):
-        self.draw, self.scale = Draw(module, swap.features, sizes, seed=seed), scale
-        self.own, self.run = _dtype(module), swap.run
+        self._draw = Draw(module, swap.features, sizes, seed=seed)
+        self._scale = scale
+        self._dtype = _dtype_of(module)
+        self._run = swap.run
         rate = (lambda path: 0.0) if training else None
-        self.replica = partial(replica, module, training=training, rate=rate, sizes=sizes)
-        self.dout: Tensor | None = None
+        self._replica = partial(replica, module, training=training, rate=rate, sizes=sizes)
+        # the gradient of the output, drawn once its shape is known
+        self._dout: Tensor | None = None
 
     def results(
         self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None
@@ -121,23 +145,30 @@ class _Run:
 
         def leaf(value: Tensor) -> Tensor:
             # rounded to the module's dtype first, as inputs are exact for both
-            return value.to(device, self.own).to(dtype).detach().requires_grad_(True)
+            return value.to(device, self._dtype).to(dtype).detach().requires_grad_(True)
 
-        leaves = {key: leaf(value) for key, value in self.draw.values.items()}
-        x = leaf(self.draw.x * self.scale)
-        clone = self.replica(lambda parameter, path: leaves[id(parameter)])
+        leaves = {key: leaf(value) for key, value in self._draw.values.items()}
+        x = leaf(self._draw.x * self._scale)
+        clone = self._replica(lambda parameter, path: leaves[id(parameter)])
         if swap is not None:
             swap.apply(clone)
-        y = self.run(clone, x)
-        self.dout = self.draw.randn(y.shape).to(self.own) if self.dout is None else self.dout
-        wanted = [x, *leaves.values()]
-        grads = torch.autograd.grad(y, wanted, self.dout.to(y), allow_unused=True)
-        pairs = zip(grads, wanted, strict=True)
+        y = self._run(clone, x)
+        if self._dout is None:
+            self._dout = self._draw.randn(y.shape).to(self._dtype)
+        inputs = [x, *leaves.values()]
+        grads = torch.autograd.grad(y, inputs, self._dout.to(y), allow_unused=True)
+        pairs = zip(grads, inputs, strict=True)
         return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in pairs)]
 
 
-def _dtype(module: nn.Module) -> torch.dtype:
+def _dtype_of(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters()), torch.float32)
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    """Return the device on which a module is verified: a CPU for a module without parameters."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 class _MasksOfBytes(TorchFunctionMode):
@@ -167,28 +198,34 @@ def saved_per_token(
     but for the dropouts with which it does not run fused; the module's input counts as an
     activation.
     """
-    # so many that the seeds of a call are less than a byte per token
-    tokens, counts = 64, []
     is_on_gpu = any(p.is_cuda for p in module.parameters())
     with undisturbed("meta"), _MasksOfBytes() if is_on_gpu else nullcontext():
-        for change in (None, swap):
-            leaves: dict[int, Tensor] = {
-                id(p): torch.empty(p.shape, dtype=dtype or p.dtype, device="meta").requires_grad_()
-                for p in module.parameters()
-            }
-            clone = replica(module, lambda p, _, made=leaves: made[id(p)], training=True)
-            if change is not None:
-                change.apply(clone)
-                match = change.attributes.get("_fusedckpt_match")
-                for path, name in getattr(match, "zero_rates", ()):
-                    vars(child_at(clone, path))[name] = 0.0
-            shape = 1, tokens, *swap.features
-            x = torch.empty(shape, dtype=dtype or _dtype(module), device="meta", requires_grad=True)
-            with saved_tensors() as saved:
-                try:
-                    y = swap.run(clone, x * 1)
-                except Exception:  # arbitrary code of others, on a device that it may not know
-                    return None
-            counts.append(saved.nbytes // tokens)
-            del y
-    return counts[0], counts[1]
+        before = _saved_bytes(module, swap, dtype, is_swapped=False)
+        after = None if before is None else _saved_bytes(module, swap, dtype, is_swapped=True)
+    return None if before is None or after is None else (before, after)
+
+
+def _saved_bytes(
+    module: nn.Module, swap: Swap, dtype: torch.dtype | None, is_swapped: bool
+) -> float | None:
+    """Return the bytes per token that a replica on meta tensors saves; None if it cannot run."""
+    leaves: dict[int, Tensor] = {
+        id(p): torch.empty(p.shape, dtype=dtype or p.dtype, device="meta").requires_grad_()
+        for p in module.parameters()
+    }
+    clone = replica(module, lambda p, _: leaves[id(p)], training=True)
+    if is_swapped:
+        swap.apply(clone)
+        match = swap.attributes.get("_fusedckpt_match")
+        for path, attribute in getattr(match, "zero_rates", ()):
+            vars(child_at(clone, path))[attribute] = 0.0
+    shape = 1, _TOKENS, *swap.features
+    x = torch.empty(shape, dtype=dtype or _dtype_of(module), device="meta", requires_grad=True)
+    with saved_tensors() as saved:
+        try:
+            y = swap.run(clone, x * 1)
+        except Exception:  # arbitrary code of others, on a device that it may not know
+            return None
+    nbytes = saved.nbytes // _TOKENS
+    del y
+    return nbytes
