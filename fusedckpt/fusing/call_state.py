@@ -7,7 +7,7 @@ option of a config as the forward did, and leaves all of them as they are.
 
 Tensors are not copied but for those that the forward itself writes in place, see
 `written_tensors`. A parameter or buffer that other code wrote since is an error, by its name. Other
-state, as that of a global variable, is not noted: samples of the saved tensors tell where it has
+state, such as a global variable, is not noted: samples of the saved tensors tell where it has
 changed.
 """
 
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,10 +39,11 @@ from fusedckpt.fusing.state_holders import (
     put_back,
     slots_of,
 )
-from fusedckpt.fusing.written_tensors import Member, Written
+from fusedckpt.fusing.written_tensors import ModuleTensor, WrittenTensors
 
 # a container of more entries is data, and more objects are no state of one module
-_MOST_ENTRIES, _MOST_OBJECTS = 1 << 10, 1 << 8
+_MOST_ENTRIES = 1 << 10
+_MOST_OBJECTS = 1 << 8
 # attributes of every module: hooks, and members, of which a forward may replace some
 _OF_MODULES = frozenset(vars(nn.Module()))
 _MEMBERS = "_parameters", "_buffers", "_modules"
@@ -54,53 +55,63 @@ _Contents = tuple[Any, Any]
 _Versions = list[tuple[Tensor, int]]
 
 
-class State:
+class _GeneratorCalls(NamedTuple):
+    """The functions that write and read the state of a random number generator."""
+
+    write: Callable[[Any], Any]
+    read: Callable[[], Any]
+
+
+class CallState:
     """The state of a module, and of the arguments of one call of it, before that call."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any]):
         self._module = module
-        self._noted: list[_Contents] = []
-        self._kinds: list[tuple[nn.Module, type[nn.Module]]] = []
+        self._contents: list[_Contents] = []
+        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
+        # parameters, and whether they require gradients
         self._flags: list[tuple[Tensor, bool]] = []
-        self._generators: list[tuple[Callable[[Any], Any], Callable[[], Any], Any]] = []
+        # generators, and their states
+        self._generators: list[tuple[_GeneratorCalls, Any]] = []
         # tensors in objects among the arguments; the checkpoint knows the others
-        self._given: _Versions = []
-        seen, others = set[int](), _Versions()
-        self._walk([x for x in args if not isinstance(x, Tensor)], seen, self._given)
-        members, objects = self._of_modules()
+        self._in_arguments: _Versions = []
+        seen = set[int]()
+        self._walk([x for x in args if not isinstance(x, Tensor)], seen, self._in_arguments)
+        members, objects = self._note_modules()
+        others = _Versions()
         self._walk(objects, seen, others)
-        self._written = Written(members, others)
+        self._written = WrittenTensors(members, others)
 
-    def _of_modules(self) -> tuple[list[Member], list[Any]]:
+    def _note_modules(self) -> tuple[list[ModuleTensor], list[Any]]:
         """Note the modules; return their members, and objects in their attributes and classes."""
-        members = list[Member]()
+        members = list[ModuleTensor]()
         objects = list[Any]()
         classes = dict[type, None]()
         for module in self._module.modules():
             attributes = vars(module)
             contents = dict(attributes)
-            self._noted.append((attributes, contents))
-            self._kinds.append((module, type(module)))
+            self._contents.append((attributes, contents))
+            self._classes.append((module, type(module)))
             classes[type(module)] = None
             for name in _MEMBERS:
                 contents[name] = dict(contents[name])
             parameters = contents["_parameters"]
             for name, tensor in (*parameters.items(), *contents["_buffers"].items()):
                 if tensor is not None:
-                    members.append(Member(module, name, tensor, versions_of(tensor)[0]))
+                    members.append(ModuleTensor(module, name, tensor, versions_of(tensor)[0]))
             self._flags += [(p, p.requires_grad) for p in parameters.values() if _is_leaf(p)]
             objects += [x for name, x in contents.items() if name not in _OF_MODULES]
         for kind in classes:
-            objects += [x for read in _of_class(kind) for x in read()]
+            objects += [x for read in _class_readers(kind) for x in read()]
             for numbers in numbers_of(kind):
                 self._note_contents(numbers)
         return members, objects
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
         """Note the objects in a queue, and the objects in these, the nearest first."""
-        most = len(self._noted) + _MOST_OBJECTS
+        most = len(self._contents) + _MOST_OBJECTS
         for value in queue:
-            if type(value) in ATOMS or id(value) in seen or len(self._noted) >= most:
+            if type(value) in ATOMS or id(value) in seen or len(self._contents) >= most:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
@@ -115,8 +126,8 @@ class State:
             return self._note_contents(value)
         if isinstance(value, tuple):
             return value[:_MOST_ENTRIES]
-        if (calls := _generator(value)) is not None:
-            self._generators.append((*calls, calls[1]()))
+        if (calls := _generator_calls(value)) is not None:
+            self._generators.append((calls, calls.read()))
         elif _is_plain_class(kind):
             attributes = getattr(value, "__dict__", None)
             contents = [*self._note_contents(value)] if isinstance(value, BASES) else []
@@ -129,12 +140,12 @@ class State:
         if len(holder) > _MOST_ENTRIES:
             return ()
         contents = contents_of(holder)
-        self._noted.append((holder, contents))
+        self._contents.append((holder, contents))
         return [*contents.values()] if isinstance(contents, dict) else contents
 
     def end(self) -> None:
-        """Take note, after the call, of the tensors that it wrote."""
-        self._written.end()
+        """Learn, after the call, which tensors it wrote."""
+        self._written.learn()
 
     def check(self) -> None:
         """Raise where other code wrote a parameter or buffer since.
@@ -142,41 +153,41 @@ class State:
         Raises:
             RuntimeError: with its name.
         """
-        what = None
-        if (one := self._written.by_others()) is not None:
-            names = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
-            what = f"{names.get(one.module, '')}{one.name}"
-        elif any(versions_of(tensor) != (version,) for tensor, version in self._given):
-            what = "a tensor in its arguments"
-        if what is not None:
+        name = None
+        if (member := self._written.written_by_others()) is not None:
+            prefixes = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
+            name = f"{prefixes.get(member.module, '')}{member.name}"
+        elif any(versions_of(tensor) != (version,) for tensor, version in self._in_arguments):
+            name = "a tensor in its arguments"
+        if name is not None:
             raise RuntimeError(
-                f"{type(self._module).__name__}: {what} has been modified by an inplace operation "
+                f"{type(self._module).__name__}: {name} has been modified by an inplace operation "
                 "between forward and backward, in which the module's forward runs again"
             )
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bring the state back meanwhile; no write inside changes a tensor of the state."""
-        swaps = self._written.swaps()
-        present = [(holder, contents_of(holder)) for holder, _ in self._noted]
-        kinds = [(module, type(module)) for module, _ in self._kinds]
+        replacements = self._written.replacements()
+        present = [(holder, contents_of(holder)) for holder, _ in self._contents]
+        classes = [(module, type(module)) for module, _ in self._classes]
         toggled = [p for p, flag in self._flags if p.requires_grad != flag]
-        states = [(write, read()) for write, read, _ in self._generators]
+        states = [(calls, calls.read()) for calls, _ in self._generators]
         try:
-            for holder, contents in self._noted:
-                put_back(holder, _swapped(contents, swaps))
-            _set_classes(self._kinds)
+            for holder, contents in self._contents:
+                put_back(holder, _replaced(contents, replacements))
+            _set_classes(self._classes)
             _toggle(toggled)
-            for write, _, state in self._generators:
-                write(state)
+            for calls, state in self._generators:
+                calls.write(state)
             yield
         finally:
-            for write, state in states:
-                write(state)
+            for calls, state in states:
+                calls.write(state)
             _toggle(toggled)
             for holder, contents in present:
                 put_back(holder, contents)
-            _set_classes(kinds)
+            _set_classes(classes)
 
 
 def is_noted(value: Any) -> bool:
@@ -188,19 +199,22 @@ def _is_leaf(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf
 
 
-def _swapped(contents: Any, swaps: Mapping[int, Tensor]) -> Any:
+def _replaced(contents: Any, replacements: Mapping[int, Tensor]) -> Any:
     """Return contents with other tensors, and the members of a module copied."""
     if not isinstance(contents, dict):
-        return [swaps.get(id(x), x) for x in contents] if swaps else contents
-    found = {key: swaps.get(id(x), x) for key, x in contents.items()} if swaps else dict(contents)
-    if all(name in found for name in _MEMBERS):
+        return [replacements.get(id(x), x) for x in contents] if replacements else contents
+    if replacements:
+        copied = {key: replacements.get(id(x), x) for key, x in contents.items()}
+    else:
+        copied = dict(contents)
+    if all(name in copied for name in _MEMBERS):
         for name in _MEMBERS:
-            found[name] = _swapped(contents[name], swaps)
-    return found
+            copied[name] = _replaced(contents[name], replacements)
+    return copied
 
 
-def _set_classes(kinds: list[tuple[nn.Module, type[nn.Module]]]) -> None:
-    for module, kind in kinds:
+def _set_classes(classes: list[tuple[nn.Module, type[nn.Module]]]) -> None:
+    for module, kind in classes:
         if type(module) is not kind:
             module.__class__ = kind
 
@@ -219,40 +233,41 @@ def _is_plain_class(kind: type) -> bool:
     return not (is_library or issubclass(kind, (nn.Module, Tensor, Enum, type)))
 
 
-def _generator(value: Any) -> tuple[Callable[[Any], Any], Callable[[], Any]] | None:
-    """Return functions that write and read a random number generator's state, None for others."""
+def _generator_calls(value: Any) -> _GeneratorCalls | None:
+    """Return the functions of a random number generator, None for other objects."""
     if isinstance(value, torch.Generator):
-        return value.set_state, value.get_state
+        return _GeneratorCalls(value.set_state, value.get_state)
     if isinstance(value, random.Random):
-        return value.setstate, value.getstate
+        return _GeneratorCalls(value.setstate, value.getstate)
     if isinstance(value, np.random.RandomState):
-        return value.set_state, value.get_state
+        return _GeneratorCalls(value.set_state, value.get_state)
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-        return partial(setattr, bits, "state"), lambda: bits.state
+        return _GeneratorCalls(partial(setattr, bits, "state"), lambda: bits.state)
     return None
 
 
 @cache
-def _of_class(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
+def _class_readers(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
     """Return readers of the state beside a class's objects.
 
     That is its attributes, the variables that its methods close over, and generators among the
     globals of its Python module.
     """
-    found = []
+    readers = []
     for base in kind.__mro__:
         if is_of_library(base):
             continue
-        table = vars(sys.modules.get(base.__module__, base))
-        generators = [n for n, value in [*table.items()] if _generator(value) is not None]
-        found += [partial(_named, table, name) for name in generators]
+        module_globals = vars(sys.modules.get(base.__module__, base))
+        for name, value in [*module_globals.items()]:
+            if _generator_calls(value) is not None:
+                readers.append(partial(_named, module_globals, name))
         for name, value in vars(base).items():
             if isinstance(value, FunctionType):
-                found += [partial(_closed_over, cell) for cell in value.__closure__ or ()]
+                readers += [partial(_closed_over, cell) for cell in value.__closure__ or ()]
             elif not name.startswith("__") and (is_noted(value) or _is_plain_class(type(value))):
-                found.append(partial(_named, vars(base), name))
-    return found
+                readers.append(partial(_named, vars(base), name))
+    return readers
 
 
 def _named(table: Mapping[str, Any], name: str) -> Sequence[Any]:

@@ -12,7 +12,7 @@ from fusedckpt.fusing import reasons
 from fusedckpt.fusing.matcher import swap_obstacle
 from fusedckpt.fusing.mixers_in_code import mixers, united
 from fusedckpt.fusing.mixers_in_run import mixers_of
-from fusedckpt.fusing.recomputed_modules import MIXES, SAVE, SEEN, Recomputed
+from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, MIXES, SAVE, Recomputed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import MARK, Part, Swap
@@ -37,7 +37,7 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        attributes = {SEEN: None, SAVE: save, MIXES: kinds}
+        attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds}
         if not search.has(name, "attention") or save != "inputs":
             continue
         kind = type(module)

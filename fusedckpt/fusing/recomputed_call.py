@@ -1,4 +1,4 @@
-"""A module's forward that a checkpoint calls twice: both calls find the module in the same state.
+"""Run a module's forward in a checkpoint: both of its runs find the module in the same state.
 
 Code between forward and backward may change attributes, flags and classes of modules, and a forward
 may change its own state, as a counter or a memory of the last keys does: the recompute gets the
@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.fusing import shared_layers
-from fusedckpt.fusing.call_state import State
+from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.written_tensors import is_constant
 
 
-class Again:
+class RepeatableForward:
     """A forward of a module, for one call with these arguments and its recomputes.
 
-    names: of the last arguments.
+    names: of the last arguments, which are passed by name.
     """
 
     # for the checkpoint, which puts other buffers back
@@ -39,10 +39,14 @@ class Again:
         args: Sequence[Any],
         names: tuple[str, ...] = (),
     ):
-        self.__self__, self._forward, self._names = module, forward, names
+        # as a bound method has: the checkpoint looks for the module here
+        self.__self__ = module
         self.name_in_errors = f"fuse: {type(module).__name__}"
-        self._state, self._is_first = State(module, args), True
+        self._forward = forward
+        self._names = names
+        self._state = CallState(module, args)
         self._context = contextvars.copy_context()
+        self._is_first = True
 
     def __call__(self, *args: Any) -> Any:
         """Run the forward, for a recompute in the state of the first call."""
@@ -57,9 +61,9 @@ class Again:
         return result
 
     def _run(self, args: Sequence[Any]) -> Any:
-        count = len(args) - len(self._names)
-        kwargs = dict(zip(self._names, args[count:], strict=True))
-        return self._forward(*args[:count], **kwargs)
+        num_positional = len(args) - len(self._names)
+        kwargs = dict(zip(self._names, args[num_positional:], strict=True))
+        return self._forward(*args[:num_positional], **kwargs)
 
 
 def recomputed_call(
@@ -70,25 +74,34 @@ def recomputed_call(
     names: tuple[str, ...] = (),
     *,
     regions: Sequence[str] = (),
-    draws: tuple[bool, bool] = (True, False),
+    draws_torch: bool = True,
+    draws_python: bool = False,
 ) -> Any:
     """Run a module's forward that saves its arguments, and is run again in backward.
 
-    x: one of them, whose recipe is saved in its place; names: of the last ones; regions: names of
-    regions that do not run again; draws: whether it may draw numbers of torch and of Python.
+    Args:
+        module: the module.
+        forward: its forward.
+        x: one of the arguments, whose recipe is saved in its place.
+        args: the arguments.
+        names: of the last arguments, which are passed by name.
+        regions: names of regions that do not run again.
+        draws_torch: whether the forward may draw random numbers of torch.
+        draws_python: whether it may draw random numbers of Python.
     """
     # torch.compile's own checkpoint keeps what the function reads
     is_compiled = torch.compiler.is_compiling()
-    fn = forward if is_compiled and not names else Again(module, forward, args, names)
+    fn = forward if is_compiled and not names else RepeatableForward(module, forward, args, names)
     run = partial(
         checkpoint,
-        *(fn, *args),
-        preserve_rng_state=draws[0],
-        preserve_python_rng=draws[1],
+        fn,
+        *args,
+        preserve_rng_state=draws_torch,
+        preserve_python_rng=draws_python,
         save_regions=regions,
         debug="samples",
     )
-    return shared_layers.reading(x, run)
+    return shared_layers.saving_recipe_of(x, run)
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

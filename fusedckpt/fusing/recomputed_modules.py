@@ -4,8 +4,6 @@ It saves its input, and the results of these calls: `F.scaled_dot_product_attent
 attention interface, the functions of `scans`. Where a fused norm made its input, the norm's input
 is saved in its place. Attention that is no such call, and a scan in torch's ops, runs again, too,
 where it would save more than four times its result. An MLP that no program computes calls none.
-
-At the levels "gate" and "preact" an attention module runs as ever.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +32,35 @@ from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 
-# of an MLP that no program computes
+# the block of an MLP that no program computes
 RERUN = MatchedBlock("recomputed", (), "")
 
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
-# the attributes of a module: its options whose calls run as ever, and why; its level
-SEEN, SAVE = "_fusedckpt_unseen", "_fusedckpt_save"
-# kinds of the functions by which it mixes tokens
+# attributes of the module: the calls that gain little and run as ever, a `_LittleGain` or None;
+# its level; the kinds of the functions by which it mixes tokens
+LITTLE_GAIN = "_fusedckpt_unseen"
+SAVE = "_fusedckpt_save"
 MIXES = "_fusedckpt_mixes"
+
+
+class _CallOptions(NamedTuple):
+    """The options by which a module computes attention itself, or calls a function for it."""
+
+    # of the module's config
+    implementation: Any
+    # arguments of the call
+    need_weights: Any
+    output_attentions: Any
+
+
+class _LittleGain(NamedTuple):
+    """The calls of a module that run as ever, as running them again gains little."""
+
+    options: _CallOptions
+    shape: torch.Size
+    # the key of a reason
+    key: str
 
 
 class Recomputed(Swapped):
@@ -69,23 +87,30 @@ class Recomputed(Swapped):
         if self._runs_as_ever(x):
             return forward(*args, **kwargs)
         values = *args, *kwargs.values()
-        tensors = [one for one in objects_in([*values]) if isinstance(one, Tensor)]
+        tensors = [value for value in objects_in([*values]) if isinstance(value, Tensor)]
         if not needs_gradient(self, tensors):
             return forward(*args, **kwargs)
         obstacle = self._obstacle(values)
-        way = _way(self, kwargs)
-        seen = self.__dict__.get(SEEN)
-        if obstacle is None and seen is not None and seen[0] == (way, x.shape):
-            obstacle = NotFused(seen[1])
+        options = _options_of(self, kwargs)
+        little_gain: _LittleGain | None = self.__dict__.get(LITTLE_GAIN)
+        if obstacle is None and little_gain is not None and little_gain[:2] == (options, x.shape):
+            obstacle = NotFused(little_gain.key)
         if obstacle is not None:
             fallbacks.note_fallback(self, obstacle)
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt_match is not None
-        regions = () if is_mlp else (NAME, SCAN)
-        draws = self.training, not is_mlp
-        y = recomputed_call(self, forward, x, values, tuple(kwargs), regions=regions, draws=draws)
+        y = recomputed_call(
+            self,
+            forward,
+            x,
+            values,
+            tuple(kwargs),
+            regions=() if is_mlp else (NAME, SCAN),
+            draws_torch=self.training,
+            draws_python=not is_mlp,
+        )
         if not is_mlp:
-            self._look_at(x, y, way)
+            self._learn(x, y, options)
         return y
 
     def _runs_as_ever(self, x: Any) -> bool:
@@ -93,13 +118,13 @@ class Recomputed(Swapped):
         if self._fusedckpt_match is not None:
             return not torch.is_grad_enabled() or dispatch.is_recorded(x)
         level = levels.override.level or self._fusedckpt_save
-        return not self.training or level != "inputs" or _is_plain(x)
+        return not self.training or level != "inputs" or _saves_nothing(x)
 
-    def _obstacle(self, given: tuple[Any, ...]) -> NotFused | None:
-        """Return why this call cannot be made twice."""
+    def _obstacle(self, values: tuple[Any, ...]) -> NotFused | None:
+        """Return why a call with these arguments cannot be made twice."""
         if self._fusedckpt_match is not None:
-            return self._of_mlp(self._fusedckpt_match, given)
-        for value in given:
+            return self._mlp_obstacle(self._fusedckpt_match, values)
+        for value in values:
             for part in objects_in(value) if type(value) not in ATOMS else ():
                 is_known = isinstance(part, Tensor) or is_noted(part)
                 if not is_known and type(part).__name__ not in _CONSTANT:
@@ -110,48 +135,50 @@ class Recomputed(Swapped):
         name = next(hooked, None)
         return None if name is None else NotFused("hooked", name)
 
-    def _of_mlp(self, match: MLPMatch, given: tuple[Any, ...]) -> NotFused | None:
-        if len(given) != 1 or not isinstance(given[0], Tensor):
+    def _mlp_obstacle(self, match: MLPMatch, values: tuple[Any, ...]) -> NotFused | None:
+        if len(values) != 1 or not isinstance(values[0], Tensor):
             return NotFused("arguments")
         change = first_change(self, match.guards)
-        if change is not None or dispatch.are_plain(*given, *self.parameters()):
+        if change is not None or dispatch.are_plain(*values, *self.parameters()):
             return change
-        return fallbacks.unplain(given[0], **dict(self.named_parameters(recurse=False)))
+        return fallbacks.unplain(values[0], **dict(self.named_parameters(recurse=False)))
 
-    def _look_at(self, x: Tensor, y: Any, way: tuple[Any, ...]) -> None:
+    def _learn(self, x: Tensor, y: Any, options: _CallOptions) -> None:
         """Note that attention or a scan runs again; where it gains little, later calls are as ever.
 
         That is where attention is no region, and saves little itself.
         """
-        results = [one for one in pytree.tree_leaves(y) if isinstance(one, Tensor)]
-        for place, one in enumerate(results):
-            node: Any = one.grad_fn
+        results = [leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor)]
+        for place, result in enumerate(results):
+            node: Any = result.grad_fn
             segment = node and origins.segment_of(node)
             if not segment:
                 continue
-            again = [record.name for record in segment.records if record.outputs is None]
-            is_unseen = self._fusedckpt_mixes == {NAME} and NAME not in {
-                record.name for record in segment.records
-            }
-            reason = None
-            if again:
-                reason = NotFused("again", again[0])
-            elif is_unseen:
-                samples = segment.samples
-                is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
-                reason = NotFused("again", NAME) if is_large else NotFused("unseen")
-            if reason is not None and reason[0] != "again":
-                self.__dict__[SEEN] = (way, x.shape), reason[0]
+            reason = self._reason_of(segment, results)
+            if reason is not None and reason.key != "again":
+                self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
             if reason is not None:
                 fallbacks.note_fallback(self, reason)
             elif not dispatch.has_hooks(self):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
-                source = partial(_made_again, weakref.ref(segment), place)
-                origins.note(one, origins.MODULE, source, *self.parameters())
+                source = partial(_recipe_of_output, weakref.ref(segment), place)
+                origins.note(result, origins.MODULE, source, *self.parameters())
             return
 
+    def _reason_of(self, segment: Segment, results: list[Tensor]) -> NotFused | None:
+        """Return the function that runs again, or why a segment gains little; None without one."""
+        again = [record.name for record in segment.records if record.outputs is None]
+        if again:
+            return NotFused("again", again[0])
+        called = {record.name for record in segment.records}
+        if self._fusedckpt_mixes != {NAME} or NAME in called:
+            return None
+        samples = segment.samples
+        is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
+        return NotFused("again", NAME) if is_large else NotFused("unseen")
 
-def _made_again(
+
+def _recipe_of_output(
     reference: weakref.ref[Segment], place: int, y: Tensor, parameters: Sequence[Any]
 ) -> Made | None:
     """Return the recipe of an output: the run of its module in backward, which makes it, too."""
@@ -167,7 +194,7 @@ def _output(segment: Segment, packed: Packed, *_: Tensor) -> Tensor:
     return segment.unpack(packed)
 
 
-def _is_plain(x: Any) -> bool:
+def _saves_nothing(x: Any) -> bool:
     """Whether a call saves nothing for backward, or a checkpoint or compiler around decides."""
     return (
         not isinstance(x, Tensor)
@@ -178,7 +205,6 @@ def _is_plain(x: Any) -> bool:
     )
 
 
-def _way(module: nn.Module, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the options by which a module computes attention itself, or calls a function."""
-    named = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return named, kwargs.get("need_weights"), kwargs.get("output_attentions")
+def _options_of(module: nn.Module, kwargs: Mapping[str, Any]) -> _CallOptions:
+    implementation = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return _CallOptions(implementation, kwargs.get("need_weights"), kwargs.get("output_attentions"))

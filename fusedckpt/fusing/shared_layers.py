@@ -44,7 +44,7 @@ def shared_view_of(x: Any, *makers: str) -> View | None:
     return tracker.view_of(x) or view
 
 
-def reading(x: Tensor, run: Callable[[], Any]) -> Any:
+def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
     """Return run(), which saves its argument x, or the recipe of x, if there is one."""
     tracker = None if torch.compiler.is_compiling() else active()
     view = shared_view_of(x) if tracker is None else tracker.view_of(x) or shared_view_of(x)

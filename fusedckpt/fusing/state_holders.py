@@ -1,7 +1,8 @@
-"""Holders of state: containers, and attributes of objects and classes; their contents, put back.
+"""Holders of state: containers, and the attributes of objects and classes.
 
-Contents of containers are filled in by the methods of the plain class, past those of a subclass,
-which may refuse writes, as a config does.
+`contents_of` reads the contents of a holder, `put_back` writes them. Contents of containers are
+filled in by the methods of the plain class, past those of a subclass, which may refuse writes, as a
+config does.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def put_back(holder: Any, contents: Any) -> None:
     base = _base_of(holder)
     base.clear(holder)
     if base is OrderedDict:
-        for key, one in contents.items():
-            base.__setitem__(holder, key, one)
+        for key, value in contents.items():
+            base.__setitem__(holder, key, value)
     elif base in (dict, set):
         base.update(holder, contents)
     else:
@@ -54,58 +55,61 @@ def put_back(holder: Any, contents: Any) -> None:
 class Slots:
     """The attributes of an object that has no dict for them."""
 
-    def __init__(self, value: Any):
-        self._value, self._names = value, slots_of(type(value))
+    def __init__(self, owner: Any):
+        self._owner = owner
+        self._names = slots_of(type(owner))
 
     def __len__(self) -> int:
         return len(self._names)
 
     def items(self) -> list[tuple[str, Any]]:
-        """Return those that are set."""
-        return [(n, getattr(self._value, n)) for n in self._names if hasattr(self._value, n)]
+        """Return the names and values of the slots that are set."""
+        owner = self._owner
+        return [(name, getattr(owner, name)) for name in self._names if hasattr(owner, name)]
 
     def put(self, contents: Mapping[str, Any]) -> None:
-        """Set them, and no others."""
+        """Set these slots, and no others."""
         for name, _ in self.items():
             if name not in contents:
-                delattr(self._value, name)
-        for name, one in contents.items():
-            object.__setattr__(self._value, name, one)
+                delattr(self._owner, name)
+        for name, value in contents.items():
+            object.__setattr__(self._owner, name, value)
 
 
 class ClassNumbers(Slots):
-    """The numbers among the attributes of a class, as counters are."""
+    """The numbers among the attributes of a class, such as counters."""
 
-    def __init__(self, kind: type, names: Sequence[str]):
-        self._value, self._names = kind, names
+    def __init__(self, owner: type, names: Sequence[str]):
+        self._owner = owner
+        self._names = names
 
     def items(self) -> list[tuple[str, Any]]:
-        """Return its own."""
-        own = vars(self._value)
-        return [(name, own[name]) for name in self._names if name in own]
+        """Return the names and values of the attributes of this class itself."""
+        attributes = vars(self._owner)
+        return [(name, attributes[name]) for name in self._names if name in attributes]
 
     def put(self, contents: Mapping[str, Any]) -> None:
-        """Set them, and no others."""
-        for name, one in self.items():
+        """Set these attributes, and no others."""
+        for name, value in self.items():
             if name not in contents:
-                delattr(self._value, name)
-            elif contents[name] is not one:
-                setattr(self._value, name, contents[name])
-        for name in contents.keys() - vars(self._value).keys():
-            setattr(self._value, name, contents[name])
+                delattr(self._owner, name)
+            elif contents[name] is not value:
+                setattr(self._owner, name, contents[name])
+        for name in contents.keys() - vars(self._owner).keys():
+            setattr(self._owner, name, contents[name])
 
 
 @cache
 def numbers_of(kind: type) -> Sequence[ClassNumbers]:
     """Return the classes of the user that a class is made of, with all their numbers' names."""
-    own = [base for base in kind.__mro__ if not is_of_library(base)]
+    bases = [base for base in kind.__mro__ if not is_of_library(base)]
     names = [
         name
-        for base in own
+        for base in bases
         for name, value in vars(base).items()
         if type(value) in (int, float) and not name.startswith("__")
     ]
-    return [ClassNumbers(base, names) for base in own] if names else []
+    return [ClassNumbers(base, names) for base in bases] if names else []
 
 
 def is_of_library(kind: type) -> bool:
@@ -116,6 +120,8 @@ def is_of_library(kind: type) -> bool:
 @cache
 def slots_of(kind: type) -> Sequence[str]:
     """Return the names of the slots of a class's objects."""
-    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__]
-    names = [n for one in slots for n in ((one,) if isinstance(one, str) else one)]
-    return [n for n in names if not n.startswith("__")]
+    names = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return [name for name in names if not name.startswith("__")]

@@ -28,12 +28,14 @@ _hash: Any = getattr(torch, "hash_tensor", None)
 _KNOWN = WeakTensorKeyDictionary()
 
 
-class Member(NamedTuple):
-    """A parameter or buffer of a module at a call; name: there."""
+class ModuleTensor(NamedTuple):
+    """A parameter or buffer of a module at a call."""
 
     module: nn.Module
+    # its name in the module
     name: str
     tensor: Tensor
+    # its version before the call
     version: int
 
     @property
@@ -42,27 +44,28 @@ class Member(NamedTuple):
         return self.name not in self.module._parameters
 
 
-class Written:
-    """What is known of the tensors of a module at one call of it.
+class WrittenTensors:
+    """The tensors that one call of a module writes, and those that other code wrote since.
 
-    others: tensors in attributes and objects, and their versions.
+    members: the module's parameters and buffers; others: tensors in attributes and objects, and
+    their versions.
     """
 
-    def __init__(self, members: Sequence[Member], others: Sequence[tuple[Tensor, int]]):
-        self._members, self._others = members, others
+    def __init__(self, members: Sequence[ModuleTensor], others: Sequence[tuple[Tensor, int]]):
+        self._members = members
+        self._others = others
         # by a tensor's id: a copy of it before the call, None where there is none
         self._copies: dict[int, tuple[Tensor, Argument | Tensor | None]] = {}
         # of buffers that the call did not write
         self._digests: dict[int, Tensor | None] = {}
         for member in members:
             if member.is_buffer:
-                self._copy(
-                    member.tensor, member.tensor.nbytes <= _SMALL or _writes(type(member.module))
-                )
+                is_small = member.tensor.nbytes <= _SMALL
+                self._copy_if_written(member.tensor, is_small or _writes(type(member.module)))
         for tensor, _ in others:
-            self._copy(tensor, tensor.is_leaf and tensor.nbytes <= _SMALL)
+            self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= _SMALL)
 
-    def _copy(self, tensor: Tensor, is_likely: bool) -> None:
+    def _copy_if_written(self, tensor: Tensor, is_likely: bool) -> None:
         """Copy a tensor that the forward writes, or, where that is not known, is likely to."""
         known = _KNOWN.get(tensor)
         is_written = is_likely if known is None else known is True
@@ -71,16 +74,16 @@ class Written:
             # counted as any saved tensor
             self._copies[id(tensor)] = tensor, copy if known is None else Argument(copy)
 
-    def end(self) -> None:
+    def learn(self) -> None:
         """Learn, after the call, which tensors it wrote."""
-        for one in self._members:
-            if one.is_buffer or versions_of(one.tensor) != (one.version,):
-                self._see(one.tensor, one.version, _digest)
+        for member in self._members:
+            if member.is_buffer or versions_of(member.tensor) != (member.version,):
+                self._learn(member.tensor, member.version, _digest)
         for tensor, version in self._others:
-            self._see(tensor, version, lambda _: None)
+            self._learn(tensor, version, lambda _: None)
         self._others = ()
 
-    def _see(self, tensor: Tensor, version: int, digest: Callable[[Tensor], Any]) -> None:
+    def _learn(self, tensor: Tensor, version: int, digest: Callable[[Tensor], Any]) -> None:
         if versions_of(tensor) != (version,):
             # without a copy, a recompute still leaves it as it is
             self._copies.setdefault(id(tensor), (tensor, None))
@@ -93,31 +96,31 @@ class Written:
                 _KNOWN[tensor] = known = version, digest(tensor)
             self._digests[id(tensor)] = known[1]
 
-    def by_others(self) -> Member | None:
+    def written_by_others(self) -> ModuleTensor | None:
         """Return a parameter or buffer that other code wrote since the call, None for none."""
         return next(filter(self._is_stale, self._members), None)
 
-    def _is_stale(self, one: Member) -> bool:
-        if versions_of(one.tensor) == (one.version,) or _KNOWN.get(one.tensor) is True:
+    def _is_stale(self, member: ModuleTensor) -> bool:
+        if versions_of(member.tensor) == (member.version,) or _KNOWN.get(member.tensor) is True:
             return False
-        digest = self._digests.get(id(one.tensor))
+        digest = self._digests.get(id(member.tensor))
         if digest is not None:
             # a buffer may be written with its own values, as DistributedDataParallel does
-            now = _digest(one.tensor)
+            now = _digest(member.tensor)
             return now is None or not torch.equal(digest, now)
-        # an optimizer in backward is done with it: the recompute ends before it
-        return not private.updates_early(one.tensor)
+        # an optimizer in backward writes a parameter after its last recompute
+        return not private.updates_early(member.tensor)
 
-    def swaps(self) -> dict[int, Tensor]:
+    def replacements(self) -> dict[int, Tensor]:
         """Return, by the ids of tensors that the forward writes, tensors for a recompute to write.
 
         Their values are those before the call, where they were copied.
         """
-        found = {}
+        tensors = {}
         for number, (tensor, copy) in self._copies.items():
             before = copy.tensor() if isinstance(copy, Argument) else copy
-            found[number] = (tensor if before is None else before).detach().clone()
-        return found
+            tensors[number] = (tensor if before is None else before).detach().clone()
+        return tensors
 
 
 def is_constant(buffer: Tensor) -> bool:
