@@ -15,29 +15,42 @@ from torch import nn
 
 
 @cache
-def called_by(kind: type, method: str = "forward") -> frozenset[str]:
-    """Return the names in a method's code, and in that of the methods it calls."""
-    # FSDP's class of a module is made in torch, the forward is not
-    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
-    if by.__module__.startswith("torch."):
+def names_in_forward(kind: type) -> frozenset[str]:
+    """Return the names in the code of a class's forward, and of the methods that it calls."""
+    if defining_class(kind, "forward").__module__.startswith("torch."):
         return frozenset()
     seen: set[str] = set()
-    called: set[str] = set()
-    names = {method}
-    while names:
-        seen |= names
+    names: set[str] = set()
+    todo = {"forward"}
+    while todo:
+        seen |= todo
         # of all classes: one calls the other's by super()
-        methods = [vars(base).get(name) for base in kind.__mro__ for name in names]
-        codes = [inspect.unwrap(method) for method in methods if callable(method)]
-        named = {name for code in codes for name in _names(getattr(code, "__code__", None))}
-        called |= named
-        names = {n for n in named - seen if n not in vars(nn.Module)}
-    return frozenset(called)
+        methods = [vars(base).get(name) for base in kind.__mro__ for name in todo]
+        functions = [inspect.unwrap(method) for method in methods if callable(method)]
+        codes = [fn.__code__ for fn in functions if hasattr(fn, "__code__")]
+        new_names = {name for code in codes for name in names_in(code)}
+        names |= new_names
+        todo = {name for name in new_names - seen if name not in vars(nn.Module)}
+    return frozenset(names)
 
 
-def _names(code: CodeType | None) -> Iterator[str]:
-    if code is not None:
-        yield from code.co_names
-        for constant in code.co_consts:
-            if isinstance(constant, CodeType):
-                yield from _names(constant)
+def defining_class(kind: type, method: str) -> type:
+    """Return the base of a class that defines a method, the class itself if none does.
+
+    FSDP's class of a module is made in torch, and its forward is not.
+    """
+    return next((base for base in kind.__mro__ if method in vars(base)), kind)
+
+
+def codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code, and that of the functions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_in(constant)
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """Yield the names in a function's code, and in that of the functions inside."""
+    for part in codes_in(code):
+        yield from part.co_names

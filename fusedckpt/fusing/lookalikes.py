@@ -11,7 +11,7 @@ from torch import nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.fusing.code_names import called_by
+from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.layers.linear import Linear
 
@@ -67,7 +67,7 @@ def _is_norm(module: nn.Module) -> bool:
     if "norm" in name and (len(parameters) > 0 or "layernorm" in name or "rmsnorm" in name):
         return True
     are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in parameters)
-    return are_vectors and not _NORMALISES.isdisjoint(called_by(type(module)))
+    return are_vectors and not _NORMALISES.isdisjoint(names_in_forward(type(module)))
 
 
 def _activates(module: nn.Module, known: Set[str]) -> bool:
@@ -76,7 +76,7 @@ def _activates(module: nn.Module, known: Set[str]) -> bool:
         return True
     values = (getattr(value, "func", value) for value in vars(module).values())
     names = {getattr(value, "__name__", "") for value in values if callable(value)}
-    names |= {name.rstrip("_") for name in called_by(type(module))}
+    names |= {name.rstrip("_") for name in names_in_forward(type(module))}
     return not known.isdisjoint(names)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing.code_names import called_by
+from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.fused_heads import (
     ALWAYS,
     MAPPING,
@@ -64,6 +64,8 @@ def _obstacle(module: nn.Module, head: nn.Module) -> NotFused | None:
         return NotFused("head class")
     if not dispatch.are_plain(*head._parameters.values()):
         return NotFused("head weight")
-    if not is_causal_loss(module.loss_function) or "loss_function" not in called_by(type(module)):
+    if not is_causal_loss(module.loss_function) or "loss_function" not in names_in_forward(
+        type(module)
+    ):
         return NotFused("head loss", type(module).__name__)
     return None

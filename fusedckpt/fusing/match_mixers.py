@@ -1,7 +1,8 @@
-"""Finds attention and mixers: to run their forward again is better than to save it."""
+"""Find attention and mixers: to run their forward again is better than to save it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,8 +11,8 @@ from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.matcher import swap_obstacle
-from fusedckpt.fusing.mixers_in_code import mixers, united
-from fusedckpt.fusing.mixers_in_run import mixers_of
+from fusedckpt.fusing.mixers_in_code import mixers_in_code
+from fusedckpt.fusing.mixers_in_run import mixers_in_run
 from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, MIXES, SAVE, Recomputed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
@@ -20,40 +21,59 @@ from fusedckpt.fusing.swap import MARK, Part, Swap
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     """Find attention and mixers that are not swapped otherwise, in a block, or around an MLP."""
-    save, report = search.save, search.report
-    kinds_by_name = mixers(search.modules)
-    if batch is not None and search.kinds["attention"]:
-        fused = (module for module in search.modules.values() if MARK in vars(module))
-        swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
-        called = mixers_of(model, batch, swapped)
-        if isinstance(called, str):
-            report.notes.append(f"attention and mixers were found by their code, as {called}")
-        else:
-            kinds_by_name = united(called, kinds_by_name)
-            report.notes.append("attention and mixers were found by running the batch")
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
-    for name, kinds in kinds_by_name.items():
+    for name, kinds in _mixers(model, search, batch).items():
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds}
-        if not search.has(name, "attention") or save != "inputs":
+        # at other levels their forward runs as ever
+        if not search.has(name, "attention") or search.save != "inputs":
             continue
         kind = type(module)
+        attributes = {LITTLE_GAIN: None, SAVE: search.save, MIXES: kinds}
         reason = reasons.of_storage(module) or swap_obstacle(module, attributes, [])
         if reason is not None:
-            report.leave(name, "attention", reason, kind.__name__)
+            search.report.leave(name, "attention", reason, kind.__name__)
             continue
-        change = f"{kind.__name__} -> recomputed{_kept(kinds)}"
-        part = Part("attention", change, None)
+        part = Part("attention", f"{kind.__name__} -> recomputed{_exceptions(kinds)}", None)
         new_class = subclass(Recomputed, kind)
-        report.swap(name, part)
-        search.swaps.append(
-            (module, Swap("attention", change, new_class, attributes, parts={"": part}))
-        )
+        swap = Swap("attention", part.change, new_class, attributes, parts={"": part})
+        search.report.swap(name, part)
+        search.swaps.append((module, swap))
 
 
-def _kept(kinds: frozenset[str]) -> str:
-    kept = ["attention itself"] * (NAME in kinds) + ["its scan"] * (SCAN in kinds)
-    return f" but for {' and '.join(kept)}" if kept else ""
+def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset[str]]:
+    """Return the names of attention modules and mixers, and kinds of functions that they call."""
+    in_code = mixers_in_code(search.modules)
+    if batch is None or not search.kinds["attention"]:
+        return in_code
+    fused = (module for module in search.modules.values() if MARK in vars(module))
+    swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
+    in_run = mixers_in_run(model, batch, swapped)
+    if isinstance(in_run, str):
+        search.report.notes.append(f"attention and mixers were found by their code, as {in_run}")
+        return in_code
+    search.report.notes.append("attention and mixers were found by running the batch")
+    return {**in_run, **_not_reached(in_code, in_run)}
+
+
+def _not_reached(
+    in_code: Mapping[str, frozenset[str]], in_run: Mapping[str, frozenset[str]]
+) -> dict[str, frozenset[str]]:
+    """Return the modules in parts of the model that the run did not reach."""
+
+    def is_inside(inner: str, outer: str) -> bool:
+        return f"{inner}.".startswith(f"{outer}.")
+
+    return {
+        name: kinds
+        for name, kinds in in_code.items()
+        if not any(is_inside(name, other) or is_inside(other, name) for other in in_run)
+    }
+
+
+def _exceptions(kinds: frozenset[str]) -> str:
+    """Return the words for the functions that do not run again."""
+    names = ["attention itself"] * (NAME in kinds) + ["its scan"] * (SCAN in kinds)
+    return f" but for {' and '.join(names)}" if names else ""

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.blocks.eager import forcing
+from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
 from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
@@ -137,8 +138,7 @@ def _normalized_shape(module: nn.Module) -> tuple[int, ...]:
 
 def has_own_forward(kind: type[nn.Module]) -> bool:
     """Whether the forward of a class is not torch's."""
-    base = next((base for base in kind.__mro__ if "forward" in vars(base)), kind)
-    return not base.__module__.startswith("torch.")
+    return not defining_class(kind, "forward").__module__.startswith("torch.")
 
 
 def reads_unknown_tensors(recording: Recording) -> bool:

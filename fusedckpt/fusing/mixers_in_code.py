@@ -1,11 +1,10 @@
-"""Modules that mix tokens, found by the functions that their code calls: attention and mixers.
+"""Find attention and mixers by the functions that their code calls.
 
-A softmax and a matrix product in a class's code are attention written by hand.
-
-The code is that of a class's forward, of its other methods and of callable objects in its
-attributes that are called there, and of functions of the user's package or file that these call. A
-function that only other code chooses, out of a table, is found by running the model, see
-`running`.
+A mixer is a module that mixes tokens. Its code is that of its class's forward, of its other methods
+and of callable objects in its attributes that are called there, and of functions of the user's
+package or file that these call. A softmax and a matrix product in the code of a class are attention
+written by hand. A function that only other code chooses, out of a table, is found by running the
+model, see `mixers_in_run`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from torch import nn
 
 from fusedckpt.checkpointing import scans
 from fusedckpt.checkpointing.attention import NAME
+from fusedckpt.fusing.code_names import codes_in, defining_class, names_in
 
 # functions of attention, and of diffusers, which choose one of them
 _ATTENTION = frozenset(
@@ -30,14 +30,15 @@ _ATTENTION = frozenset(
     + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "dispatch_attention_fn")
 )
 # of attention written by hand: a softmax between two products
-_SOFTMAX, _PRODUCTS = "softmax", frozenset(("matmul", "bmm", "baddbmm", "einsum"))
+_SOFTMAX = "softmax"
+_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 # their functions beside a class's own file are not looked into
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
 # how many functions are looked into for one class
-_MOST = 200
+_MOST_FUNCTIONS = 200
 
 
-def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
+def mixers_in_code(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
     """Return the names of the modules that mix tokens, and the kinds of functions they call.
 
     Of several, one inside another, it is the innermost with weights.
@@ -53,18 +54,6 @@ def mixers(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
     # a whole model runs more than attention
     is_whole = any(isinstance(m, (nn.Embedding, nn.ModuleList)) for m in modules.values())
     return inner if inner or is_whole else kinds_by_name
-
-
-def united(
-    called: Mapping[str, frozenset[str]], by_code: Mapping[str, frozenset[str]]
-) -> dict[str, frozenset[str]]:
-    """Return the modules that a run has shown, and those found in parts that it did not reach."""
-    added = {
-        name: kinds
-        for name, kinds in by_code.items()
-        if not any(f"{a}.".startswith(f"{b}.") for n in called for a, b in ((n, name), (name, n)))
-    }
-    return {**called, **added}
 
 
 def innermost(kinds_by_name: Mapping[str, frozenset[str]]) -> dict[str, frozenset[str]]:
@@ -84,8 +73,8 @@ def kinds_called(module: nn.Module) -> frozenset[str]:
     classes = [type(value) for value in vars(module).values() if callable(value)]
     functions = [kind for x in vars(module).values() if (kind := _kind_of(x)) is not None]
     called = [
-        _called_by(type(module), "forward"),
-        *(_called_by(kind, "__call__") for kind in classes),
+        _kinds_called_by(type(module), "forward"),
+        *(_kinds_called_by(kind, "__call__") for kind in classes),
     ]
     return frozenset(functions).union(*called)
 
@@ -100,39 +89,39 @@ def _kind_of(fn: Any) -> str | None:
 
 
 @cache
-def _called_by(kind: type, method: str) -> frozenset[str]:
+def _kinds_called_by(kind: type, method: str) -> frozenset[str]:
     """Return the kinds of functions that a method calls, by itself or by the functions it calls."""
-    # FSDP's class of a module is made in torch, the forward is not
-    by = next((base for base in kind.__mro__ if method in vars(base)), kind)
-    if by.__module__.startswith("torch."):
+    owner = defining_class(kind, method)
+    if owner.__module__.startswith("torch."):
         return frozenset()
     kinds = set[str]()
-    seen = set[Any]()
+    seen = set[CodeType]()
     queue = [*_methods(kind, method)]
-    multiplies = has_softmax = False
+    has_product = False
+    has_softmax = False
     for fn in queue:
         code = fn.__code__
-        if code in seen or len(seen) > _MOST:
+        if code in seen or len(seen) > _MOST_FUNCTIONS:
             continue
         seen.add(code)
-        names = {*_names(code)}
-        multiplies = multiplies or not _PRODUCTS.isdisjoint(names) or _has_product(code)
+        names = {*names_in(code)}
+        has_product = has_product or not _PRODUCTS.isdisjoint(names) or _has_product_operator(code)
         has_softmax = has_softmax or _SOFTMAX in names
-        if not _ATTENTION.isdisjoint(names) or (multiplies and has_softmax):
+        if not _ATTENTION.isdisjoint(names) or (has_product and has_softmax):
             kinds.add(NAME)
-        for called in (*_values(fn, names), *_attributes(kind, names)):
-            mixing = _kind_of(called)
+        for value in (*_values_named(fn, names), *_class_attributes(kind, names)):
+            mixing = _kind_of(value)
             if mixing is not None:
                 kinds.add(mixing)
-            elif isinstance(called, FunctionType) and _is_own(called, by):
-                queue.append(unwrap(called))
+            elif isinstance(value, FunctionType) and _belongs_to(value, owner):
+                queue.append(unwrap(value))
         for name in names:
             queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
     return frozenset(kinds)
 
 
 def _methods(kind: type, name: str) -> Iterator[FunctionType]:
-    """Yield the functions of a name of all classes of one: one calls the other's by super()."""
+    """Yield the methods of a name in all bases of a class: one calls the other's by super()."""
     for base in kind.__mro__:
         method = vars(base).get(name)
         method = getattr(method, "__func__", method)
@@ -141,7 +130,7 @@ def _methods(kind: type, name: str) -> Iterator[FunctionType]:
             yield method
 
 
-def _attributes(kind: type, names: set[str]) -> Iterator[Any]:
+def _class_attributes(kind: type, names: set[str]) -> Iterator[Any]:
     """Yield the attributes of a class that are no methods, such as a function of a table."""
     for base in kind.__mro__[: kind.__mro__.index(object)]:
         values = (vars(base)[name] for name in names & vars(base).keys())
@@ -149,7 +138,7 @@ def _attributes(kind: type, names: set[str]) -> Iterator[Any]:
         yield from (value for value in values if not isinstance(value, FunctionType))
 
 
-def _is_own(fn: FunctionType, kind: type) -> bool:
+def _belongs_to(fn: FunctionType, kind: type) -> bool:
     """Whether a function is of a class's file or package."""
     if fn.__module__ == kind.__module__:
         return True
@@ -157,9 +146,9 @@ def _is_own(fn: FunctionType, kind: type) -> bool:
     return package not in _LIBRARIES and (fn.__module__ or "").partition(".")[0] == package
 
 
-def _values(fn: FunctionType, names: set[str]) -> Iterator[Any]:
+def _values_named(fn: FunctionType, names: set[str]) -> Iterator[Any]:
     """Yield the values of a function's globals and closed-over variables, and of modules' names."""
-    for code in _codes(fn.__code__):
+    for code in codes_in(fn.__code__):
         for instruction in dis.get_instructions(code):
             if instruction.opname == "LOAD_GLOBAL":
                 value = fn.__globals__.get(instruction.argval)
@@ -174,24 +163,11 @@ def _values(fn: FunctionType, names: set[str]) -> Iterator[Any]:
             continue
 
 
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code, and that of functions inside."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes(constant)
-
-
-def _has_product(code: CodeType) -> bool:
+def _has_product_operator(code: CodeType) -> bool:
     """Whether code has the operator of a matrix product."""
     return any(
         instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr == "@"
-        for part in _codes(code)
+        for part in codes_in(code)
         for instruction in dis.get_instructions(part)
         if instruction.opname.startswith("BINARY_")
     )
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    for part in _codes(code):
-        yield from part.co_names

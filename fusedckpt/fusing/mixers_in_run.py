@@ -1,10 +1,12 @@
-"""Modules that are better run again than saved, found by running the model once on a batch.
+"""Find attention, mixers and modules that save much, by running the model once on a batch.
 
 A copy runs: it shares the parameters, and all else is its own, so that nothing that a forward
-writes is left behind. What autograd would save is counted, and not kept. Found are the innermost
-modules with weights that run where a function of attention or of a mixer is called, whatever code
-calls it, and those whose own operations save more than MOST times their inputs and their result, if
-a second run of them gives the same.
+writes is left behind. The tensors that autograd would save are counted, and not kept. Found are
+
+- the innermost modules with weights that run where a function of attention or of a mixer is called,
+  whatever code calls it;
+- those whose own operations save more than MOST times their inputs and their result, if a second
+  run of them gives the same.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.memory import nbytes_of
 
 # modules with one of these are not run again as a whole
-_APART = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
+_NOT_RERUN = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
 
-def mixers_of(
+def mixers_in_run(
     model: nn.Module, batch: Any, swapped: Collection[nn.Module] = ()
 ) -> dict[str, frozenset[str]] | str:
     """Return the names of the modules to run again, and kinds of functions; or why it failed.
@@ -43,21 +45,21 @@ def mixers_of(
     try:
         # generators too: their states are put back
         shared = {id(x): x for x in (*model.parameters(), *_generators(model))}
-        twin = copy.deepcopy(model, shared)
+        copied = copy.deepcopy(model, shared)
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
     states = [(g, g.get_state()) for g in _generators(model)]
-    names = {module: name for name, module in twin.named_modules()}
-    seen = _Seen({m for m, name in names.items() if model.get_submodule(name) in swapped})
+    names = {module: name for name, module in copied.named_modules()}
+    observer = _RunObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:
-        seen.run(twin.train(), batch)
+        observer.run(copied.train(), batch)
     except Exception as error:
         return f"the model raised {type(error).__name__}: {error}"
     finally:
         for generator, state in states:
             generator.set_state(state)
-    heavy = {module: set[str]() for module in seen.heavy}
-    kinds_by_module = {**heavy, **seen.kinds}
+    heavy = {module: set[str]() for module in observer.heavy}
+    kinds_by_module = {**heavy, **observer.kinds}
     return innermost(
         {names[m]: frozenset(kinds) for m, kinds in kinds_by_module.items() if m in names}
     )
@@ -68,18 +70,21 @@ def _generators(model: nn.Module) -> list[torch.Generator]:
     return [value for value in values if isinstance(value, torch.Generator)]
 
 
-class _Seen:
-    """The modules that run where functions are called, or tensors are saved."""
+class _RunObserver:
+    """Sees the modules that run where functions are called, or tensors are saved."""
 
     def __init__(self, swapped: Collection[nn.Module]) -> None:
         self._swapped = swapped
+        # by module, the kinds of functions that are called while it is the innermost with weights
         self.kinds: dict[nn.Module, set[str]] = {}
-        # modules with own operations that save much
+        # modules whose own operations save much
         self.heavy: set[nn.Module] = set()
-        # and those that do not, or not the same in a second run
+        # modules whose operations do not, or that do not give the same in a second run
         self._light: set[nn.Module] = set()
-        self._running: list[_Running] = []
+        self._running: list[_RunningModule] = []
+        # the storages of parameters and buffers, which are not counted
         self._parameters: set[int] = set()
+        # the thread that is observed; None during a second run
         self._thread: int | None = threading.get_ident()
 
     def run(self, model: nn.Module, batch: Any) -> None:
@@ -92,9 +97,9 @@ class _Seen:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
         )
-        counting = torch.autograd.graph.saved_tensors_hooks(self._count, _refuse)
+        counting = torch.autograd.graph.saved_tensors_hooks(self._count, _refuse_backward)
         try:
-            with undisturbed(device), counting, watching_functions(self._see):
+            with undisturbed(device), counting, watching_functions(self._note_function):
                 model(*args, **kwargs)
         finally:
             for hook in hooks:
@@ -102,7 +107,7 @@ class _Seen:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running.append(_Running(module, torch.random.get_rng_state(), {}))
+            self._running.append(_RunningModule(module, torch.random.get_rng_state(), {}))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != self._thread or not self._running:
@@ -112,27 +117,33 @@ class _Seen:
         running = self._running.pop()
         if module in self._light or not self._may_run_again(module):
             return
-        results = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        saved = sum(nbytes for _, nbytes in running.saved.values())
-        # a router's result is small, and so are its saved tensors
-        least = max(nbytes_of(filter(_is_dense, tensors)) for tensors in (results, inputs))
-        is_heavy = bool(results) and saved > MOST * least
-        thread, self._thread = self._thread, None
-        is_heavy = is_heavy and _gives(results, module, args, kwargs, running.state)
-        self._thread = thread
-        if is_heavy:
+        if self._is_heavy(running, args, kwargs, output):
             self.heavy.add(module)
         else:
             self.heavy.discard(module)
             self._light.add(module)
+
+    def _is_heavy(self, running: _RunningModule, args: Any, kwargs: Any, output: Any) -> bool:
+        """Whether a call saved much, and a second run of it gives the same."""
+        results = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
+        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        saved = sum(nbytes for _, nbytes in running.saved.values())
+        # a router's result is small, and so are its saved tensors
+        largest = max(nbytes_of(filter(_is_dense, tensors)) for tensors in (results, inputs))
+        if not results or saved <= MOST * largest:
+            return False
+        thread = self._thread
+        self._thread = None
+        is_repeated = _repeats(results, running, args, kwargs)
+        self._thread = thread
+        return is_repeated
 
     def _may_run_again(self, module: nn.Module) -> bool:
         """Whether a module is no layer of torch's, holds no block, and looks at no pictures."""
         if type(module).__module__.startswith(("torch.", "fusedckpt.")) or not has_matrix(module):
             return False
         blocks = (part in self._swapped and has_matrix(part) for part in module.modules())
-        return not any(blocks) and not any(isinstance(m, _APART) for m in module.modules())
+        return not any(blocks) and not any(isinstance(m, _NOT_RERUN) for m in module.modules())
 
     def _count(self, tensor: Tensor) -> None:
         """Add a saved tensor to the innermost module with weights; keep nothing."""
@@ -147,12 +158,12 @@ class _Seen:
             # a weak reference keeps the address from being used for another storage
             running.saved[key] = StorageWeakRef(storage), storage.nbytes()
 
-    def _innermost(self) -> _Running | None:
-        # a module without weights is there for the call alone
-        matrices = (r for r in reversed(self._running) if has_matrix(r.module))
-        return next(matrices, None)
+    def _innermost(self) -> _RunningModule | None:
+        # a module without weights exists for the call alone
+        with_weights = (r for r in reversed(self._running) if has_matrix(r.module))
+        return next(with_weights, None)
 
-    def _see(self, kind: str) -> None:
+    def _note_function(self, kind: str) -> None:
         if kind not in (NAME, SCAN, CONVOLUTION) or threading.get_ident() != self._thread:
             return
         running = self._innermost()
@@ -160,13 +171,13 @@ class _Seen:
             self.kinds.setdefault(running.module, set()).add(kind)
 
 
-class _Running(NamedTuple):
+class _RunningModule(NamedTuple):
     """A module that runs."""
 
     module: nn.Module
-    # of the random numbers before it ran
-    state: Tensor
-    # what its own operations save, by storage: a weak reference, and bytes
+    # the state of the random numbers before it ran
+    random_state: Tensor
+    # the tensors that its own operations save, by storage: a weak reference, and bytes
     saved: dict[int, tuple[StorageWeakRef, int]]
 
 
@@ -175,7 +186,7 @@ def has_matrix(module: nn.Module) -> bool:
     return any(p.dim() > 1 for p in module.parameters())
 
 
-def _refuse(_: Any) -> Tensor:
+def _refuse_backward(_: Any) -> Tensor:
     raise RuntimeError("the model runs a backward in its forward")
 
 
@@ -183,18 +194,19 @@ def _is_dense(tensor: Tensor) -> bool:
     return is_plain(type(tensor)) and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _gives(results: list[Tensor], module: nn.Module, args: Any, kwargs: Any, state: Tensor) -> bool:
+def _repeats(results: list[Tensor], running: _RunningModule, args: Any, kwargs: Any) -> bool:
     """Whether a second run of a module gives these results."""
-    torch.random.set_rng_state(state)
+    torch.random.set_rng_state(running.random_state)
+    module = running.module
     try:
         with torch.no_grad():
-            again = pytree.tree_leaves(type(module).forward(module, *args, **kwargs))
+            leaves = pytree.tree_leaves(type(module).forward(module, *args, **kwargs))
     except Exception:  # arbitrary code of others
         return False
-    tensors = [t for t in again if isinstance(t, Tensor)]
-    return len(tensors) == len(results) and all(
+    again = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return len(again) == len(results) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
-        for a, b in zip(tensors, results, strict=True)
+        for a, b in zip(again, results, strict=True)
     )
 
 

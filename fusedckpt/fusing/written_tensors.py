@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import Argument, storage_of
-from fusedckpt.fusing.code_names import called_by
+from fusedckpt.fusing.code_names import names_in_forward
 
 # bytes of a tensor that is copied for one call in any case
 _SMALL = 1 << 16
@@ -145,4 +145,4 @@ def _digest(tensor: Tensor) -> Tensor | None:
 @cache
 def _writes(kind: type[nn.Module]) -> bool:
     """Whether the code of a class writes to tensors in place."""
-    return any(name.endswith("_") and not name.endswith("__") for name in called_by(kind))
+    return any(name.endswith("_") and not name.endswith("__") for name in names_in_forward(kind))
