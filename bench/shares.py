@@ -4,10 +4,11 @@ A language model's layer: the bytes of four layers less those of two, so that em
 norm and the head do not count; `--whole` counts whole models with head and loss, at their published
 depth. Models have D = 256 with the ratios of their published configurations.
 
-A model of another group (hybrids, diffusion, images, encoders, audio) is measured whole, also after
-`fuse(model, recipes=True)`, with its peak. Layers go to one file, other models to another. Models
-are in bfloat16 and in training mode with their dropouts; attention is torch's fused one, without
-dropout, which a CPU cannot fuse. Models of a package that is not installed are left out, and named.
+A model of another group (hybrids, diffusion, images, encoders, audio) is measured whole, also with
+recipes, with its peak, its FLOPs and the elements that it writes. Layers go to one file, other
+models to another. Models are in bfloat16 and in training mode with their dropouts; attention is
+torch's fused one, without dropout, which a CPU cannot fuse. Models of a package that is not
+installed are left out, and named.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import logging
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from bench.env import environment
 from bench.options import Options
 from bench.results import MIB, Row, append
 from bench.shapes import DENSE, EXPERTS, HARDER, TOKENS, WHOLE, D, Shape, model_of
-from bench.survey import DTYPE, WAYS, Bytes, measured_step, obstacle
+from bench.survey import DTYPE, Cost, measured_step, obstacle
 from bench.tables import Columns, show
 from bench.zoo import ZOO
 from fusedckpt import fuse
@@ -184,15 +185,15 @@ def _layers(names: Sequence[str], is_verbose: bool) -> list[Row]:
 
 
 class Surveyed(NamedTuple):
-    """A model of the survey, and a step's bytes by the way of running it."""
+    """A model of the survey, and a step's cost by the way of running it."""
 
     name: str
     group: str
-    bytes: Mapping[str, Bytes]
+    costs: Mapping[str, Cost]
 
-    def gone(self, way: str, what: str = "saved") -> float:
-        """Return the share of saved or peak bytes that a way takes off."""
-        return 1 - getattr(self.bytes[way], what) / getattr(self.bytes["eager"], what)
+    def relative(self, way: str, quantity: str) -> float:
+        """Return a quantity of a way's cost, relative to eager's."""
+        return getattr(self.costs[way], quantity) / getattr(self.costs["eager"], quantity)
 
 
 def _survey(names: Sequence[str]) -> list[Row]:
@@ -208,18 +209,21 @@ def _survey(names: Sequence[str]) -> list[Row]:
             models.append(Surveyed(name, ZOO[name].group, measured_step(ZOO[name])))
     if not models:
         return []
-    show("Bytes of a step of whole models", _SURVEYED, models, _NOTES, words=2)
+    show("Bytes of a training step, whole models", _BYTES, models, _BYTES_NOTES, words=2)
+    show("Work of a training step, relative to eager's", _WORK, models, _WORK_NOTES, words=2)
     by_group: dict[str, list[Surveyed]] = {}
     for model in models:
         by_group.setdefault(model.group, []).append(model)
-    show("Medians", _GROUPS, by_group.items())
+    show("Medians of bytes", _MEDIAN_BYTES, by_group.items())
+    show("Medians of work, relative to eager's", _MEDIAN_WORK, by_group.items())
     facts = environment(torch.device("cpu"), DTYPE)
     return [
-        _row(model.name, model.group, way, model.bytes[way].saved)
-        | {"peak_bytes": round(model.bytes[way].peak), "peak_above": "parameters and gradients"}
+        _row(model.name, model.group, way, cost.saved)
+        | {"peak_bytes": round(cost.peak), "peak_above": "parameters and gradients"}
+        | {"step_flops": round(cost.flops), "written_elements": round(cost.written)}
         | facts
         for model in models
-        for way in WAYS
+        for way, cost in model.costs.items()
     ]
 
 
@@ -251,10 +255,6 @@ def _left(share: Share) -> str:
     )
 
 
-def _median(way: str, what: str) -> Any:
-    return lambda pair: f"{median(model.gone(way, what) for model in pair[1]):.0%}"
-
-
 _LAYERS: Columns = {
     "model": lambda pair: pair[0],
     "before": lambda pair: f"{pair[1].before:.2f}",
@@ -270,27 +270,69 @@ _WHOLES: Columns = {
     "after": lambda row: f"{row[2] / 1024:.0f}",
     "gone": lambda row: f"{1 - row[2] / row[1]:.1%}",
 }
-_SURVEYED: Columns = {
-    "model": lambda model: model.name,
-    "group": lambda model: model.group,
-    "saved MiB\neager": lambda model: f"{model.bytes['eager'].saved / MIB:.2f}",
-    "fuse": lambda model: f"{model.bytes['fuse'].saved / MIB:.2f}",
-    "recipes": lambda model: f"{model.bytes['recipes'].saved / MIB:.2f}",
-    "gone\nfuse": lambda model: f"{model.gone('fuse'):.0%}",
-    "gone\nrecipes": lambda model: f"{model.gone('recipes'):.0%}",
-    "peak gone\nfuse": lambda model: f"{model.gone('fuse', 'peak'):.0%}",
-    "peak gone\nrecipes": lambda model: f"{model.gone('recipes', 'peak'):.0%}",
+
+
+def _gone(ratio: float) -> str:
+    return f"{1 - ratio:.0%}"
+
+
+def _median_of(pair: tuple[str, Sequence[Surveyed]], way: str, quantity: str) -> float:
+    """Return the median of a quantity of a group's models, relative to eager's."""
+    return median(model.relative(way, quantity) for model in pair[1])
+
+
+def _by_way(
+    quantity: str,
+    label: str,
+    write: Callable[[float], str],
+    ratio: Callable[[Any, str, str], float] = Surveyed.relative,
+) -> Columns:
+    """Return columns of a quantity relative to eager's, one for each other way.
+
+    ratio: gets the row, the way and the quantity.
+    """
+
+    def column(way: str) -> Callable[[Any], str]:
+        return lambda row: write(ratio(row, way, quantity))
+
+    return {f"{label}\n{head}": column(way) for way, head in _HEADS.items()}
+
+
+# the names of ways -> how heads write them
+_HEADS = {"fuse": "fuse", "recipes": "recipes", "fuse+recipes": "both"}
+_MODEL: Columns = {"model": lambda model: model.name, "group": lambda model: model.group}
+_BYTES: Columns = {
+    **_MODEL,
+    "saved MiB\neager": lambda model: f"{model.costs['eager'].saved / MIB:.2f}",
+    **_by_way("saved", "saved gone", _gone),
+    "peak MiB\neager": lambda model: f"{model.costs['eager'].peak / MIB:.2f}",
+    **_by_way("peak", "peak gone", _gone),
 }
-_GROUPS: Columns = {
-    "group": lambda pair: pair[0],
-    "models": lambda pair: f"{len(pair[1])}",
-    "gone\nfuse": _median("fuse", "saved"),
-    "gone\nrecipes": _median("recipes", "saved"),
-    "peak gone\nfuse": _median("fuse", "peak"),
-    "peak gone\nrecipes": _median("recipes", "peak"),
-}
-_NOTES = (
-    "recipes: fuse(model, recipes=True), here for tensors of any size, as widths are reduced;",
-    "peak: of forward and backward, above parameters and gradients; scans are the references of",
-    "transformers, which save more than kernels",
+_BYTES_NOTES = (
+    "fuse: fuse(model); recipes: fuse(model, recipes=True) with all swaps of layers off; both:",
+    "fuse(model, recipes=True). Recipes here are for tensors of any size, as widths are reduced.",
+    "saved: for backward; peak: of forward and backward, above parameters and gradients; gone: the",
+    "share of eager's. Scans are the references of transformers, which save more than kernels",
 )
+_WORK: Columns = {
+    **_MODEL,
+    "GFLOPs\neager": lambda model: f"{model.costs['eager'].flops / 1e9:.2f}",
+    **_by_way("flops", "FLOPs", "{:.3f}".format),
+    "10^6 written\neager": lambda model: f"{model.costs['eager'].written / 1e6:.1f}",
+    **_by_way("written", "written", "{:.2f}".format),
+}
+_WORK_NOTES = (
+    "FLOPs: of GEMMs, convolutions and attention, forward and backward; written: elements of the",
+    "results of all other operators. Recomputed work counts in both",
+)
+_GROUP: Columns = {"group": lambda pair: pair[0], "models": lambda pair: f"{len(pair[1])}"}
+_MEDIAN_BYTES: Columns = {
+    **_GROUP,
+    **_by_way("saved", "saved gone", _gone, _median_of),
+    **_by_way("peak", "peak gone", _gone, _median_of),
+}
+_MEDIAN_WORK: Columns = {
+    **_GROUP,
+    **_by_way("flops", "FLOPs", "{:.3f}".format, _median_of),
+    **_by_way("written", "written", "{:.2f}".format, _median_of),
+}

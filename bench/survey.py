@@ -1,8 +1,9 @@
-"""Measure saved bytes and peaks of whole models of all groups: eager, fused, and with recipes.
+"""Measure training steps of whole models of all groups: eager, fused, and with recipes.
 
-A model is measured with one and with two of its repeated parts, and told with the number that its
-checkpoint has. It is in bfloat16 and in training mode, with its dropouts but those of attention,
-which a CPU cannot fuse. Peaks are of forward and backward, above parameters and gradients.
+A model is measured with one and with two of its repeated parts, and its cost is extended to the
+number of parts that its checkpoint has. It is in bfloat16 and in training mode, with its dropouts
+but those of attention, which a CPU cannot fuse. Peaks are of forward and backward, above parameters
+and gradients.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from bench.work import work_of
 from bench.zoo import Inputs, Model
 from fusedckpt import fuse
 from fusedckpt.fusing import recipe_mode
@@ -24,24 +27,30 @@ from fusedckpt.memory import peak_bytes, saved_tensors
 from fusedckpt.reporting.step import default_loss
 
 DTYPE = torch.bfloat16
-# in order: what changes a model
+_NO_LAYERS = dict.fromkeys(("norm", "mlp", "linear", "attention", "experts"), False)
+# a way's name -> a function that changes a model; recipes alone swap no layer
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: None,
     "fuse": fuse,
-    "recipes": lambda model: fuse(model, recipes=True),
+    "recipes": partial(fuse, recipes=True, **_NO_LAYERS),
+    "fuse+recipes": partial(fuse, recipes=True),
 }
 
 
-class Bytes(NamedTuple):
-    """Bytes of a training step."""
+class Cost(NamedTuple):
+    """The cost of a training step."""
 
+    # bytes
     saved: float
     peak: float
+    # FLOPs of GEMMs, convolutions and attention, and elements that all other operators write
+    flops: float
+    written: float
 
-    def extended(self, other: Bytes, repeats: int) -> Bytes:
-        """Return the bytes of `repeats` parts, from those of one and, as `other`, of two."""
+    def extended(self, other: Cost, repeats: int) -> Cost:
+        """Return the cost of `repeats` parts, from those of one and, as `other`, of two."""
         pairs = zip(self, other, strict=True)
-        return Bytes(*[single + (repeats - 1) * (double - single) for single, double in pairs])
+        return Cost(*[single + (repeats - 1) * (double - single) for single, double in pairs])
 
 
 def obstacle(model: Model) -> str | None:
@@ -49,8 +58,8 @@ def obstacle(model: Model) -> str | None:
     return None if find_spec(model.package) is not None else f"needs {model.package}"
 
 
-def measured_step(model: Model) -> dict[str, Bytes]:
-    """Return a step's bytes by the way of running the model."""
+def measured_step(model: Model) -> dict[str, Cost]:
+    """Return a step's cost by the way of running the model."""
     counts = (1, 2) if model.repeats else (1,)
     with _no_floor():
         by_count = [_measured(model, count) for count in counts]
@@ -60,21 +69,21 @@ def measured_step(model: Model) -> dict[str, Bytes]:
     return {name: single[name].extended(double[name], model.repeats) for name in WAYS}
 
 
-def _measured(model: Model, count: int) -> dict[str, Bytes]:
+def _measured(model: Model, count: int) -> dict[str, Cost]:
     torch.manual_seed(0)
-    made, inputs = model.build(count)
-    made = made.to(DTYPE).train()
+    built, inputs = model.build(count)
+    built = built.to(DTYPE).train()
     inputs = tree_map_only(Tensor, lambda x: x.to(DTYPE) if x.is_floating_point() else x, inputs)
-    bytes_by_way: dict[str, Bytes] = {}
+    costs: dict[str, Cost] = {}
     for name, change in WAYS.items():
-        changed = copy.deepcopy(made)
+        changed = copy.deepcopy(built)
         change(changed)
-        bytes_by_way[name] = _bytes_of(changed, inputs)
-    return bytes_by_way
+        costs[name] = _cost_of(changed, inputs)
+    return costs
 
 
-def _bytes_of(model: nn.Module, inputs: Inputs) -> Bytes:
-    """Return the bytes of a step behind the first, which is as others are."""
+def _cost_of(model: nn.Module, inputs: Inputs) -> Cost:
+    """Return the cost of a step that finds gradients, as all steps but the first do."""
 
     def step() -> None:
         default_loss(model(**inputs)).backward()
@@ -85,7 +94,7 @@ def _bytes_of(model: nn.Module, inputs: Inputs) -> Bytes:
     with saved_tensors(exclude=[*tensors, *model.parameters(), *model.buffers()]) as saved:
         output = model(**inputs)
     del output
-    return Bytes(saved.nbytes, peak_bytes(step))
+    return Cost(saved.nbytes, peak_bytes(step), *work_of(step))
 
 
 @contextmanager

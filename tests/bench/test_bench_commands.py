@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 
 from bench import __main__ as command
 from bench import env
+from fusedckpt.autograd.dispatch import forced_path
 
 COUNT = "expected a positive integer, got"
 DEVICE = "--device expects cpu, cuda or cuda:N, got 'tpu'"
@@ -152,15 +156,68 @@ def test_models_of_all_groups_are_measured_with_recipes(capsys, tmp_path, monkey
         return None if package == "diffusers" else object()
 
     monkeypatch.setattr(survey, "find_spec", find)
-    assert command.main(["shares", "bert_base", "dit", f"--out={tmp_path}"]) == 0
+    with forced_path("aten"):
+        assert command.main(["shares", "distilbert", "dit", f"--out={tmp_path}"]) == 0
     text = capsys.readouterr().out
     assert "dit: left out, it needs diffusers\n" in text
     rows = {row["name"]: row for row in read(tmp_path / "shares.jsonl")}
-    assert {row["case"] for row in rows.values()} == {"bert_base"}
+    assert {row["case"] for row in rows.values()} == {"distilbert"}
     saved = {name: row["saved_bytes"] for name, row in rows.items()}
-    assert saved["recipes"] < saved["fuse"] < saved["eager"]
-    (line,) = (line for line in text.splitlines() if line.startswith("bert_base"))
-    gone = [f"{1 - saved[name] / saved['eager']:.0%}" for name in ("fuse", "recipes")]
-    assert line.split()[5:7] == gone
-    (line,) = (line for line in text.splitlines() if line.startswith("encoder"))
-    assert line.split()[:4] == ["encoder", "1", *gone]
+    assert saved["fuse+recipes"] < saved["fuse"] < saved["recipes"] < saved["eager"]
+    # GEMMs never run again for a recipe; a fused MLP runs its first one again
+    flops = {name: row["step_flops"] for name, row in rows.items()}
+    assert flops["eager"] == flops["recipes"] < flops["fuse"] == flops["fuse+recipes"]
+    written = {name: row["written_elements"] for name, row in rows.items()}
+    assert written["eager"] < written["recipes"] < written["fuse"] < written["fuse+recipes"]
+    bytes_table, work_table, _ = text.split("\n\n", 2)
+    others = ("fuse", "recipes", "fuse+recipes")
+    gone = [f"{1 - saved[name] / saved['eager']:.0%}" for name in others]
+    (line,) = (line for line in bytes_table.splitlines() if line.startswith("distilbert"))
+    assert line.split()[3:6] == gone
+    (line,) = (line for line in work_table.splitlines() if line.startswith("distilbert"))
+    assert line.split()[3:6] == [f"{flops[name] / flops['eager']:.3f}" for name in others]
+    assert line.split()[7:] == [f"{written[name] / written['eager']:.2f}" for name in others]
+    assert re.search(rf"^encoder +1 +{' +'.join(gone)} ", text, re.MULTILINE)
+
+
+def test_work_counts_the_parts_of_fused_layers():
+    from bench.work import work_of
+    from fusedckpt import fuse
+
+    tokens, dim, hidden = 16, 8, 32
+    model = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+    x = torch.randn(tokens, dim)
+
+    def step():
+        model(x).sum().backward()
+
+    step()
+    eager = work_of(step)
+    assert fuse(model).swapped
+    with forced_path("aten"):
+        fused = work_of(step)
+    # backward runs the first linear and its ReLU again, and copies the gradient that a sum expands
+    assert fused.flops == eager.flops + 2 * tokens * dim * hidden
+    assert fused.written == eager.written + tokens * hidden + tokens * dim
+
+
+def test_work_leaves_out_views_and_allocations():
+    from bench.work import work_of
+
+    assert work_of(lambda: torch.empty(5).view(5, 1).t().relu_()) == (0, 5)
+
+
+def test_work_counts_attention_and_grouped_gemms_of_a_cpu():
+    from bench.work import work_of
+
+    q, k, v = (torch.randn(1, 2, 16, 8, requires_grad=True) for _ in range(3))
+    gemm = 2 * 2 * 16 * 16 * 8
+    results = []
+    attend = partial(F.scaled_dot_product_attention, q, k, v)
+    assert work_of(lambda: results.append(attend())) == (2 * gemm, 0)
+    # the backward computes the scores again
+    (y,) = results
+    assert work_of(lambda: y.backward(y.detach())).flops == 5 * gemm
+    a, b = torch.randn(6, 16).bfloat16(), torch.randn(2, 16, 8).bfloat16()
+    ends = torch.tensor([2, 6], dtype=torch.int32)
+    assert work_of(lambda: F.grouped_mm(a, b, offs=ends)) == (2 * 6 * 16 * 8, 0)
