@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from bench.work import work_of
-from bench.zoo import Inputs, Model
+from bench.zoo.model import Inputs, Model
 from fusedckpt import fuse
 from fusedckpt.fusing import recipe_mode
 from fusedckpt.memory import peak_bytes, saved_tensors

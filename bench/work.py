@@ -31,7 +31,7 @@ _ALLOCATIONS = frozenset(
 )
 
 
-class Work(NamedTuple):
+class StepWork(NamedTuple):
     """The work of a run."""
 
     # of GEMMs, convolutions and attention, counted without its mask
@@ -40,7 +40,7 @@ class Work(NamedTuple):
     written: int
 
 
-def work_of(run: Callable[[], object]) -> Work:
+def work_of(run: Callable[[], object]) -> StepWork:
     """Return the work of `run()`."""
     with (
         _parts_of_layers(),
@@ -48,7 +48,7 @@ def work_of(run: Callable[[], object]) -> Work:
         _Written() as writes,
     ):
         run()
-    return Work(counter.get_total_flops(), writes.num_elements)
+    return StepWork(counter.get_total_flops(), writes.num_elements)
 
 
 class _Written(TorchDispatchMode):
