@@ -272,8 +272,10 @@ _WHOLES: Columns = {
 }
 
 
-def _gone(ratio: float) -> str:
-    return f"{1 - ratio:.0%}"
+def share_gone(ratio: float) -> str:
+    """Write the share that is gone of bytes, from their ratio to eager's."""
+    # a zero loses its sign
+    return f"{round(1 - ratio, 2) + 0.0:.0%}"
 
 
 def _median_of(pair: tuple[str, Sequence[Surveyed]], way: str, quantity: str) -> float:
@@ -304,9 +306,9 @@ _MODEL: Columns = {"model": lambda model: model.name, "group": lambda model: mod
 _BYTES: Columns = {
     **_MODEL,
     "saved MiB\neager": lambda model: f"{model.costs['eager'].saved / MIB:.2f}",
-    **_by_way("saved", "saved gone", _gone),
+    **_by_way("saved", "saved gone", share_gone),
     "peak MiB\neager": lambda model: f"{model.costs['eager'].peak / MIB:.2f}",
-    **_by_way("peak", "peak gone", _gone),
+    **_by_way("peak", "peak gone", share_gone),
 }
 _BYTES_NOTES = (
     "fuse: fuse(model); recipes: fuse(model, recipes=True) with all swaps of layers off; both:",
@@ -328,8 +330,8 @@ _WORK_NOTES = (
 _GROUP: Columns = {"group": lambda pair: pair[0], "models": lambda pair: f"{len(pair[1])}"}
 _MEDIAN_BYTES: Columns = {
     **_GROUP,
-    **_by_way("saved", "saved gone", _gone, _median_of),
-    **_by_way("peak", "peak gone", _gone, _median_of),
+    **_by_way("saved", "saved gone", share_gone, _median_of),
+    **_by_way("peak", "peak gone", share_gone, _median_of),
 }
 _MEDIAN_WORK: Columns = {
     **_GROUP,
