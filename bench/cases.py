@@ -30,19 +30,25 @@ LAYERS = 4
 # Llama 2's
 VOCAB = 32000
 # Qwen/Qwen3-30B-A3B's experts a token, of fewer experts
-EXPERTS, TOP_K = 16, 8
+TOP_K = 8
+EXPERTS = 16
 # tokens that attend to one another, in cases with attention
 SEQUENCE = 2048
 DEFAULT_TOKENS = {"cpu": 4096, "cuda": 8192}
 
 
 class Size(NamedTuple):
-    """A model's widths: dim D, hidden F, that of its key and value projections, and of a head."""
+    """A model's widths."""
 
+    # D, of the residual stream
     dim: int
+    # F, of the hidden layer
     hidden: int
+    # of the key and the value projection
     kv: int
+    # of a head
     head_dim: int = 64
+    # rows of x, of a size that has its own
     tokens: int | None = None
 
     @property
@@ -71,19 +77,21 @@ SIZES: dict[str, tuple[Size, ...]] = {
 
 
 class Case(NamedTuple):
-    """How a library's functions are called, on which parameters, with which choices.
+    """A call of a library's functions, and the choices that ours have."""
 
-    call: (lib, size, x, *parameters, **options) -> the result; shapes: of the parameters;
-    num_inputs: tensors of x's shape in front of them; sequences: x is [B, S, D], not [T, D];
-    has_context: all tokens are one sequence.
-    """
-
+    # returns the result of (lib, size, x, *parameters, **options)
     call: Callable[..., Any]
+    # returns the shapes of the parameters
     shapes: Callable[[Size], Shapes]
+    # values of `save`
     levels: tuple[str, ...] = ()
+    # values of `kernel`
     variants: tuple[str, ...] = ()
+    # the number of tensors of x's shape, which come before the parameters
     num_inputs: int = 1
+    # whether x is [B, S, D], not [T, D]
     sequences: bool = False
+    # whether all tokens are one sequence
     has_context: bool = False
 
     def eager(self, size: Size) -> Function:
@@ -196,8 +204,8 @@ def stack(
 
     def run(x: Tensor) -> Tensor:
         for start in range(0, len(parameters), count):
-            one = partial(layer, start)
-            x = one(x) if per_layer is None else per_layer(one, x)
+            run_layer = partial(layer, start)
+            x = run_layer(x) if per_layer is None else per_layer(run_layer, x)
         return x
 
     return run(x) if whole is None else whole(run, x)
@@ -217,8 +225,8 @@ def _gated_shapes(size: Size) -> Shapes:
 
 
 def _expert_shapes(size: Size) -> Shapes:
-    up, down = (EXPERTS, 2 * size.expert, size.dim), (EXPERTS, size.dim, size.expert)
-    return (EXPERTS, size.dim), up, down
+    gate_up = (EXPERTS, 2 * size.expert, size.dim)
+    return (EXPERTS, size.dim), gate_up, (EXPERTS, size.dim, size.expert)
 
 
 def _qkv_shapes(size: Size) -> Shapes:
@@ -238,7 +246,8 @@ def _layer_shapes(size: Size) -> Shapes:
     return *_qkv_shapes(size), (size.dim, size.dim), *_block_shapes(size)
 
 
-LEVELS, GATED_LEVELS = ("inputs", "preact"), ("inputs", "gate", "preact")
+LEVELS = ("inputs", "preact")
+GATED_LEVELS = ("inputs", "gate", "preact")
 HYBRID = ("split", "hybrid")
 
 CASES: dict[str, Case] = {
@@ -291,8 +300,8 @@ def load_of(case: Case, size: Size, tokens: int, dtype: torch.dtype) -> dict[str
     shapes = case.inputs(size, tokens)
     inputs = [torch.empty(s, dtype=dtype, device="meta", requires_grad=True) for s in shapes]
     with FlopCounterMode(display=False) as counter:
-        found = case.eager(size)(*inputs)
-        outputs = (found,) if isinstance(found, Tensor) else found
+        result = case.eager(size)(*inputs)
+        outputs = (result,) if isinstance(result, Tensor) else result
         torch.autograd.grad(outputs, inputs, [torch.empty_like(y) for y in outputs])
-    given, made = sum(x.nbytes for x in inputs), sum(y.nbytes for y in outputs)
-    return {"flops": counter.get_total_flops(), "bytes": 3 * given + 2 * made}
+    nbytes = 3 * sum(x.nbytes for x in inputs) + 2 * sum(y.nbytes for y in outputs)
+    return {"flops": counter.get_total_flops(), "bytes": nbytes}

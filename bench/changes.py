@@ -38,7 +38,8 @@ def _moved(a: Sequence[float], b: Sequence[float], threshold: float) -> bool:
     """Whether the medians differ by more than the threshold, and more than their noise."""
     if min(len(a), len(b)) < FEWEST:
         return False
-    (low, middle, high), (other_low, other_middle, other_high) = quantiles(a), quantiles(b)
+    low, middle, high = quantiles(a)
+    other_low, other_middle, other_high = quantiles(b)
     overlap = low <= other_high and other_low <= high
     return not overlap and abs(other_middle / middle - 1) > threshold
 
@@ -47,14 +48,15 @@ def changes(before: Rows, after: Rows, threshold: float) -> Iterator[Row]:
     """Yield the differences between the rows of a case, except the times of the first row."""
     earlier, later = ({row["name"]: row for row in rows} for rows in (before, after))
     for name in [*later, *(name for name in earlier if name not in later)]:
-        a, b = earlier.get(name), later.get(name)
-        if a is None or b is None:
-            yield _words(name, "implementation", a and "present", b and "new")
-        elif a["failure"] or b["failure"]:
-            if a["failure"] != b["failure"]:
-                yield _words(name, "failure", a["failure"], b["failure"])
+        old = earlier.get(name)
+        new = later.get(name)
+        if old is None or new is None:
+            yield _words(name, "implementation", old and "present", new and "new")
+        elif old["failure"] or new["failure"]:
+            if old["failure"] != new["failure"]:
+                yield _words(name, "failure", old["failure"], new["failure"])
         else:
-            yield from _numbers(name, (a, b), (before[0], after[0]), threshold)
+            yield from _numbers(name, (old, new), (before[0], after[0]), threshold)
 
 
 def _numbers(
@@ -89,9 +91,10 @@ def _notes(earlier: dict[Any, Rows], later: dict[Any, Rows], threshold: float) -
         yield f"times of fewer than {FEWEST} rounds are not compared: {names}"
     for before, after in pairs:
         for what in TIMES:
-            a, b = before[0].get(what) or (), after[0].get(what) or ()
-            if _moved(a, b, threshold):
-                change = _change("", what, median(a), median(b))
+            old = before[0].get(what) or ()
+            new = after[0].get(what) or ()
+            if _moved(old, new, threshold):
+                change = _change("", what, median(old), median(new))
                 step = f"{change['before']} -> {change['after']} ({change['change']})"
                 name = before[0]["name"]
                 yield f"{name} itself moved, {what.replace('_', ' ')} {step}: {_label(after)}"
@@ -109,7 +112,8 @@ def print_changes(before: Sequence[Rows], after: Sequence[Rows], threshold: floa
     for name, cases in (("before", before), ("after", after)):
         for line in dict.fromkeys(origin(rows[0]) for rows in cases):
             print(f"{name}: {line}")
-    count, has_changed = 0, False
+    count = 0
+    has_changed = False
     for key, rows in later.items():
         if key in earlier:
             count += 1

@@ -96,27 +96,34 @@ def batches_of(chosen: Namespace, side: int, batch: int) -> list[Batch]:
     """Return digits of mean 0 and deviation 1 as batches, from the start again where they end."""
     x, labels = tasks.digits(side)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(chosen.seed))
-    x, labels = x[order], labels[order]
-    rows = torch.arange(chosen.steps * batch) % len(x)
+    rows = order[torch.arange(chosen.steps * batch) % len(x)]
     pairs = [(x[i].to(chosen.device), labels[i].to(chosen.device)) for i in rows.split(batch)]
     return [Batch((x,), {}, y) for x, y in pairs]
 
 
 def _work(chosen: Namespace, is_conv: bool) -> tuple[Workload, str]:
     """Return a net that learns digits, and its title."""
-    layers, width, batch = chosen.layers, chosen.width, chosen.batch
-    if is_conv:
-        side = models.final_side(layers)
-        title = (
-            f"Convolutional net: 1 -> {width}, {layers} x [conv {width}, ReLU, pool] down to "
-            f"{side} x {side}; batch {batch}"
-        )
-        batches, optimizer = batches_of(chosen, 28, batch), partial(torch.optim.SGD, lr=1e-3)
-        return Workload(models.conv_net(layers, width), batches, F.cross_entropy, optimizer), title
-    layers, width, batch = chosen.mlp_layers, chosen.mlp_width, chosen.mlp_batch
-    title = f"MLP: {layers} layers of {width}, 10 outputs, ReLU; batch {batch}, Adam"
-    batches, adam = batches_of(chosen, math.isqrt(width), batch), partial(torch.optim.Adam, lr=1e-4)
+    return _conv_work(chosen) if is_conv else _mlp_work(chosen)
+
+
+def _conv_work(chosen: Namespace) -> tuple[Workload, str]:
+    side = models.final_side(chosen.layers)
+    title = (
+        f"Convolutional net: 1 -> {chosen.width}, {chosen.layers} x [conv {chosen.width}, ReLU, "
+        f"pool] down to {side} x {side}; batch {chosen.batch}"
+    )
+    batches = batches_of(chosen, 28, chosen.batch)
+    net = models.conv_net(chosen.layers, chosen.width)
+    return Workload(net, batches, F.cross_entropy, partial(torch.optim.SGD, lr=1e-3)), title
+
+
+def _mlp_work(chosen: Namespace) -> tuple[Workload, str]:
+    layers = chosen.mlp_layers
+    width = chosen.mlp_width
+    title = f"MLP: {layers} layers of {width}, 10 outputs, ReLU; batch {chosen.mlp_batch}, Adam"
+    batches = batches_of(chosen, math.isqrt(width), chosen.mlp_batch)
     flat = [batch._replace(args=(batch.args[0].flatten(1),)) for batch in batches]
+    adam = partial(torch.optim.Adam, lr=1e-4)
     return Workload(models.mlp(layers, width), flat, F.cross_entropy, adam), title
 
 
@@ -129,7 +136,8 @@ def _compared(chosen: Namespace, part: str) -> list[Row]:
     layers = chosen.layers if part == "conv" else chosen.mlp_layers
     segments = [k for k in SEGMENTS[part] if k <= layers]
     counts = [("torch", k) for k in segments] + [("fusedckpt", k) for k in [*segments, *RULES]]
-    fixed = [Way("plain", model), *(in_segments(model, *one) for one in counts)]
+    fixed = [Way("plain", model)]
+    fixed += [in_segments(model, library, count) for library, count in counts]
     total = NUM_PLANS + (len(fixed) + NUM_PLANS) * (1 + chosen.repeat)
     with progress(part, total) as tick:
         ways = [*fixed, *_plans(work, tick)]
@@ -160,7 +168,8 @@ def _plans(work: Workload, tick: Tick) -> Iterator[Way]:
 def stack_of(chosen: Namespace, layers: int, is_fused: bool = False) -> Workload:
     """Return a stack that starts as every stack of this depth does."""
     torch.manual_seed(chosen.seed)
-    shape, device = (chosen.depth_batch, chosen.depth_seq, chosen.depth_dim), chosen.device
+    shape = (chosen.depth_batch, chosen.depth_seq, chosen.depth_dim)
+    device = chosen.device
     batches = [(torch.randn(shape), torch.randn(shape)) for _ in range(chosen.steps)]
     model = models.stack(layers, chosen.depth_dim, chosen.depth_seq).to(device)
     if is_fused:
@@ -229,7 +238,7 @@ def _depths(chosen: Namespace) -> list[Row]:
                 raise ValueError(f"{budget} do not fit one block")
         depths[SAME] = min(depths["torch, every block"], depths["plan memory"])
         trials = {name: trial_of(chosen, name, layers) for name, layers in depths.items()}
-        peaks = {name: one.work.peak_bytes(one.way.run) for name, one in trials.items()}
+        peaks = {name: trial.work.peak_bytes(trial.way.run) for name, trial in trials.items()}
         training.take_turns(list(trials.values()), chosen.repeat, tick)
         shallow = {name: trial_of(chosen, name, depths["plain"]) for name in depths}
         training.take_turns(list(shallow.values()), 1, tick)
@@ -240,8 +249,9 @@ def _depths(chosen: Namespace) -> list[Row]:
     sizes = {"case": "depth", "title": title, "dim": chosen.depth_dim, "batch": chosen.depth_batch}
     sizes |= {"seq": chosen.depth_seq, "memory": chosen.depth_budget / MIB, "saved_bytes": None}
     rows = []
-    for name, one in trials.items():
-        row = one.row(one) | shallow[name].row(shallow["plain"]) | {"both_ms": rounded(one.ms)}
+    for name, trial in trials.items():
+        row = trial.row(trial) | shallow[name].row(shallow["plain"])
+        row |= {"both_ms": rounded(trial.ms)}
         row |= {"depth": depths[name], "peak_bytes": peaks[name], "peak_above": ABOVE}
         rows.append(sizes | row)
     return rows

@@ -61,7 +61,8 @@ class Stopwatch:
         """Run steps one after the other; return the ms of each, and of all together."""
         if self.cache is not None:
             self.cache.zero_()
-        marks, results = [self._mark()], []
+        results: list[Any] = []
+        marks = [self._mark()]
         for step in steps:
             results.append(step())
             marks.append(self._mark())
@@ -81,7 +82,8 @@ def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple
         # a ceiling is never below; the first rounds warm up
         return min([watch.times(step)[0] for _ in range(2 + ROUNDS)][2:])
 
-    side, nbytes = SIDE[device.type] // shrink, COPY_BYTES[device.type] // shrink
+    side = SIDE[device.type] // shrink
+    nbytes = COPY_BYTES[device.type] // shrink
     # a copy that fits beside allocated memory
     if device.type == "cuda":
         nbytes = min(nbytes, torch.cuda.mem_get_info(device)[0] // 8)
@@ -89,9 +91,9 @@ def ceilings(device: torch.device, dtype: torch.dtype, shrink: int = 1) -> tuple
     out = torch.empty_like(a)
     matmul = least(lambda: torch.mm(a, b, out=out))
     # zeros may be cheaper to move
-    given = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
-    made = torch.empty_like(given)
-    copy = least(lambda: made.copy_(given))
+    source = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = least(lambda: target.copy_(source))
     return 2 * side**3 / matmul / 1e9, 2 * nbytes / copy / 1e6
 
 
@@ -110,9 +112,9 @@ def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step,
         gc.collect()
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
-            made = first()
+            result = first()
         with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
-            second(made)
+            second(result)
     torch.cuda.current_stream().wait_stream(stream)
     return graphs[0].replay, graphs[1].replay
 

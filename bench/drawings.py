@@ -74,8 +74,9 @@ def _draw_runs(cases: Sequence[Rows], out: Path) -> list[str]:
 def _bars(rows: Rows, panels: Sequence[Panel], path: Path) -> None:
     """Write panels of a case, a line an implementation that was timed."""
     names = [row["name"] for row in rows]
-    height, head = 1.4 + 0.27 * len(names), title(rows[0])
-    figures.save(path, height, head, sources([rows]), lambda figure: lying(figure, names, panels))
+    height = 1.4 + 0.27 * len(names)
+    lines = sources([rows])
+    figures.save(path, height, title(rows[0]), lines, lambda figure: lying(figure, names, panels))
 
 
 def _draw_bars(rows: Rows, path: Path) -> None:
@@ -140,8 +141,8 @@ def draw_training(cases: Sequence[Rows], path: Path) -> None:
 
 
 _HEADS = {
-    "demo": "One model, the same batches: what each way of training costs",
-    "finetune": "LoRA on every linear: what each way of training costs",
+    "demo": "One model, the same batches: the cost of each way of training",
+    "finetune": "LoRA on every linear: the cost of each way of training",
     "paper": "Exact, approximate and checkpointed fine-tuning",
     "classics": "Classic workloads",
 }
@@ -189,7 +190,8 @@ def _many(figure: SubFigure, rows: Rows) -> None:
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(2, 3))[:, 0]
     _curves(above, [row for row in rows if row.get("curve")])
     points = [(row["peak_bytes"] / MIB, slowdown(row, rows[0])) for row in rows]
-    label, names = f"time, a multiple of {rows[0]['name']}'s", [row["name"] for row in rows]
+    label = f"time, a multiple of {rows[0]['name']}'s"
+    names = [row["name"] for row in rows]
     axes = below.subplots()
     figures.trade(axes, points, names, "Time against memory", label, [*map(_kind, names)])
     axes.set_xlabel(f"peak of a step, MiB, above {rows[0]['peak_above']}")
@@ -201,7 +203,8 @@ def _curves(figure: SubFigure, shown: Rows) -> None:
         return
     panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for axes, row in zip(panels, shown, strict=True):
-        curve, colour = row["curve"], colour_of(_kind(row["name"]))
+        curve = row["curve"]
+        colour = colour_of(_kind(row["name"]))
         count = len(curve["mib"])
         times = [curve["ms"] * index / (count - 1) for index in range(count)]
         axes.fill_between(times, curve["mib"], color=colour, alpha=0.25, linewidth=0)

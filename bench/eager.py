@@ -15,7 +15,8 @@ from torch import Tensor
 from fusedckpt import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS
 
-rms_norm, layer_norm = F.rms_norm, F.layer_norm
+rms_norm = F.rms_norm
+layer_norm = F.layer_norm
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -32,14 +32,14 @@ def _version(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """Python and the packages that a result depends on."""
-    found = {"python": platform.python_version()}
-    found |= {package: _version(package) for package in ("torch", "triton", "numpy")}
-    found["fusedckpt"] = fusedckpt.__version__
+    by_package = {"python": platform.python_version()}
+    by_package |= {package: _version(package) for package in ("torch", "triton", "numpy")}
+    by_package["fusedckpt"] = fusedckpt.__version__
     for library in (*LIBRARIES, "transformers"):
         # not imported: that takes seconds, and some want a GPU for it
         with suppress(metadata.PackageNotFoundError):
-            found[library] = metadata.version(library)
-    return found
+            by_package[library] = metadata.version(library)
+    return by_package
 
 
 def _said(*command: str) -> str | None:

@@ -47,7 +47,7 @@ _FAMILIES = (
 
 def family(name: str) -> Family:
     """Return the family of an implementation or of a way of training."""
-    return next(found for starts, found in _FAMILIES if name.startswith(starts))
+    return next(member for starts, member in _FAMILIES if name.startswith(starts))
 
 
 def colour_of(name: str) -> str:
@@ -59,7 +59,7 @@ def save(
     path: Path, height: float, head: str, lines: Iterable[str], draw: Callable[[Figure], None]
 ) -> None:
     """Draw below a title, over lines that say where the numbers come from."""
-    wrapped = [line for one in lines for line in textwrap.wrap(one, int(17 * WIDTH))]
+    wrapped = [part for line in lines for part in textwrap.wrap(line, int(17 * WIDTH))]
     with mpl.rc_context(STYLE):
         size = (WIDTH, height + 0.16 * len(wrapped))
         figure = Figure(figsize=size, dpi=160, layout="constrained")
@@ -97,7 +97,8 @@ def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str
         axes.barh(range(len(names)), widths, 0.72, left=ends, color=colours)
         ends = [max(pair) for pair in zip(ends, part, strict=True)]
     for place, end in enumerate(ends):
-        text, edge = significant(end) if panel.texts is None else panel.texts[place], end
+        text = significant(end) if panel.texts is None else panel.texts[place]
+        edge = end
         if panel.spread is not None:
             axes.plot(panel.spread[place], (place, place), color=INK, linewidth=0.9)
             edge = max(end, panel.spread[place][1])
@@ -114,11 +115,11 @@ def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str
 
 def _joined(names: Sequence[str]) -> str:
     """Write names in few words: those that begin alike share their first word."""
-    found: dict[str, list[str]] = {}
+    by_first_word: dict[str, list[str]] = {}
     for name in names:
         first, space, rest = name.partition(" ")
-        found.setdefault(first + space, []).append(rest)
-    parts = [first + ", ".join(rest) for first, rest in found.items()]
+        by_first_word.setdefault(first + space, []).append(rest)
+    parts = [first + ", ".join(rests) for first, rests in by_first_word.items()]
     return "\n".join(textwrap.wrap("; ".join(parts), 34))
 
 
@@ -150,7 +151,8 @@ def name_points(axes: Axes, points: Points, names: Sequence[str], line: float = 
 
     Points that lie on one another share a label; line: of the axes' height.
     """
-    (left, right), (low, high) = axes.get_xlim(), axes.get_ylim()
+    left, right = axes.get_xlim()
+    low, high = axes.get_ylim()
     places = [((x - left) / (right - left), (y - low) / (high - low)) for x, y in points]
     labels = [
         (places[bundle[0]], points[bundle[0]], _joined([names[index] for index in bundle]))
@@ -181,7 +183,8 @@ def _ends(labels: Sequence[tuple[Any, Any, str]], line: float) -> list[float]:
     # in a frame where labels that touch are level, the heights must only ascend
     least = [*accumulate(steps, initial=0.0)]
     level = [place[1] - low for (place, *_), low in zip(labels, least, strict=True)]
-    up, down = [*accumulate(level, max)], [*accumulate(reversed(level), min)][::-1]
+    up = [*accumulate(level, max)]
+    down = [*accumulate(reversed(level), min)][::-1]
     middle = [(a + b) / 2 for a, b in zip(up, down, strict=True)]
     # no lower than the axes, and no higher
     most = max(0.0, 1 - least[-1])

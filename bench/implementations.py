@@ -83,16 +83,18 @@ def _checkpointed(case: Case, size: Size) -> Iterator[tuple[str, Function]]:
 def implementations_of(name: str, size: Size, has_variants: bool) -> list[Implementation]:
     """Return all implementations of a case, each kernel variant too where kernels are compiled."""
     case = CASES[name]
-    found = {label: wrap(case.eager(size)) for label, wrap in BASELINES.items()}
+    functions = {label: wrap(case.eager(size)) for label, wrap in BASELINES.items()}
     # the slowest to start come last
-    compiled = {label: found.pop(label) for label in [*found] if label.startswith("torch.compile")}
+    labels = [label for label in functions if label.startswith("torch.compile")]
+    compiled = {label: functions.pop(label) for label in labels}
     if case.call is stack:
         # _checkpointed has it
-        found.pop("checkpoint", None)
-    found |= dict(_levels(case, size, has_variants))
+        functions.pop("checkpoint", None)
+    functions |= dict(_levels(case, size, has_variants))
     if case.sequences:
         if "torch.compile" in compiled:
             compiled["torch.compile fused"] = torch.compile(case.fused(size), dynamic=False)
-        found |= dict(_checkpointed(case, size))
-    made, last = ([Implementation(*pair) for pair in group.items()] for group in (found, compiled))
-    return [*made, *peers_of(name, size), *last]
+        functions |= dict(_checkpointed(case, size))
+    first = [Implementation(label, fn) for label, fn in functions.items()]
+    last = [Implementation(label, fn) for label, fn in compiled.items()]
+    return [*first, *peers_of(name, size), *last]

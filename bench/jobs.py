@@ -32,12 +32,17 @@ Say = Callable[[str, Any], None]
 
 
 class Job(NamedTuple):
-    """One case at one size, with the command's options."""
+    """One case at one size."""
 
+    # a key of CASES
     name: str
+    # a key of SIZES
     size_name: str
+    # one of the sizes of that name
     size: Size
+    # rows of x
     tokens: int
+    # the options of the command
     chosen: Namespace
 
     @property
@@ -63,13 +68,16 @@ class Job(NamedTuple):
     def implementations(self) -> list[Implementation]:
         """Return those that --only and --skip, parts of names, leave in; eager always stays."""
         path = fusedckpt.paths(self.device, self.dtype)["mlp"]
-        found = implementations_of(self.name, self.size, path == "triton")
-        return [one for one in found if one.name == "eager" or self._is_chosen(one.name)]
+        return [
+            implementation
+            for implementation in implementations_of(self.name, self.size, path == "triton")
+            if implementation.name == "eager" or self._is_chosen(implementation.name)
+        ]
 
     def _is_chosen(self, name: str) -> bool:
-        only, skip = self.chosen.only, self.chosen.skip
-        wanted = not only or any(part in name for part in only)
-        return wanted and not any(part in name for part in skip)
+        only = self.chosen.only
+        is_wanted = not only or any(part in name for part in only)
+        return is_wanted and not any(part in name for part in self.chosen.skip)
 
     def work(self, tokens: int) -> Work:
         """Draw inputs and gradients for a number of tokens."""
@@ -87,10 +95,14 @@ def prepare(chosen: Namespace) -> Namespace:
             CASES[name].seq(size, tokens)
     (toy,) = SIZES["tiny"]
     # of every case and device, so that the same options serve them all
-    found = [one.name for case in CASES for one in implementations_of(case, toy, True)]
+    names = [
+        implementation.name
+        for case in CASES
+        for implementation in implementations_of(case, toy, True)
+    ]
     for option, part in [("only", p) for p in chosen.only] + [("skip", p) for p in chosen.skip]:
-        if not any(part in name for name in found):
-            known = ", ".join(dict.fromkeys(found))
+        if not any(part in name for name in names):
+            known = ", ".join(dict.fromkeys(names))
             raise ValueError(f"--{option} {part} is part of no name: {known}")
     return chosen
 
@@ -105,30 +117,31 @@ def jobs_of(chosen: Namespace) -> Iterator[Job]:
 
 
 class Measurement(NamedTuple):
-    """The functions of a command.
+    """The functions of a command."""
 
-    file: its name in the folder for results; num_steps: of each implementation; measure: (job,
-    implementations, begin) -> facts, calling begin(one) before each step of one; row: (job, one,
-    facts) -> the row of an implementation, without facts where its process died.
-    """
-
+    # the name of its file in the folder for results
     file: str
+    # steps of each implementation
     num_steps: int
+    # returns facts of all rows; calls begin(implementation) before each step of an implementation
     measure: Callable[[Job, list[Implementation], Begin], Row]
+    # returns the row of an implementation; its facts are {} where the process died
     row: Callable[[Job, Implementation, Row], Row]
 
 
 def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, str]) -> None:
     """Measure a job, and say its rows, or why nothing more can be measured in this process."""
-    implementations, facts = job.implementations(), Row()
-    for one in implementations:
-        why = lost.get(one.name)
-        one.is_launched = NO_GRAPH in (why or "")
-        one.failure = one.failure if one.is_launched else why or one.failure
+    implementations = job.implementations()
+    facts: Row = {}
+    for implementation in implementations:
+        why = lost.get(implementation.name)
+        implementation.is_launched = NO_GRAPH in (why or "")
+        if why is not None and not implementation.is_launched:
+            implementation.failure = why
 
-    def begin(one: Implementation) -> None:
-        if one.failure is None:
-            say("at", one.name)
+    def begin(implementation: Implementation) -> None:
+        if implementation.failure is None:
+            say("at", implementation.name)
 
     try:
         with torch.cuda.device(job.device) if job.device.type == "cuda" else nullcontext():
@@ -137,9 +150,9 @@ def _attempt(say: Say, measurement: Measurement, job: Job, lost: Mapping[str, st
         return say("lost", str(error))
     except Exception as error:
         # of inputs, or of eager in float64
-        for one in implementations:
-            one.fail(error)
-    say("rows", [measurement.row(job, one, facts) for one in implementations])
+        for implementation in implementations:
+            implementation.fail(error)
+    say("rows", [measurement.row(job, implementation, facts) for implementation in implementations])
 
 
 def _child(there: Any, *args: Any) -> None:
@@ -191,12 +204,13 @@ def rows_of(job: Job, measurement: Measurement, tick: Callable[[str], None]) -> 
             ended = _isolated(hear, job.chosen.timeout, (measurement, job, lost))
         if "rows" in heard:
             return heard["rows"]
-        name, why = heard.get("at"), f"crashed: {heard.get('lost', ended)}"
+        name = heard.get("at")
+        why = f"crashed: {heard.get('lost', ended)}"
         if name is None or NO_GRAPH not in lost.get(name, NO_GRAPH):
             failed = job.implementations()
-            for one in failed:
-                one.failure = one.failure or why
-            return [measurement.row(job, one, {}) for one in failed]
+            for implementation in failed:
+                implementation.failure = implementation.failure or why
+            return [measurement.row(job, implementation, {}) for implementation in failed]
         lost[name] = why
         how = "launched from Python" if NO_GRAPH in why else "without it"
         print(f"{job.title}: {name} {why}; once more {how}", file=sys.stderr)
@@ -216,7 +230,8 @@ def measure_all(
     It is 1 where an implementation was wrong or eager or ours raised, else 0. Unless `keeps`,
     earlier rows in the file go, once the first case is measured.
     """
-    has_failed, path = False, chosen.out / measurement.file
+    has_failed = False
+    path = chosen.out / measurement.file
     print(f"results go to {path}", flush=True)
     total = measurement.num_steps * sum(len(job.implementations()) for job in jobs)
     with progress(path.stem, total) as tick:

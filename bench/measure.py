@@ -35,11 +35,14 @@ class DeviceLost(RuntimeError):
 
 
 class Work(NamedTuple):
-    """Inputs (x first), gradients of the outputs, the device, and how many inputs are like x."""
+    """The tensors of a case."""
 
+    # x first, then parameters
     inputs: Sequence[Tensor]
+    # the gradients of the outputs
     douts: Sequence[Tensor]
     device: torch.device
+    # the number of inputs of x's shape, which come first
     num_inputs: int = 1
 
     def forward(self, fn: Function) -> Sequence[Tensor]:
@@ -65,56 +68,69 @@ class Work(NamedTuple):
 
 @dataclass(eq=False)
 class Implementation:
-    """A function of a case's inputs, and its failure and measurements so far.
+    """A function of a case's inputs, and its failure and measurements so far."""
 
-    failure: why it is not measured, or not any more. pack: inputs -> those that the function takes,
-    where it wants weights laid out in its own way; unpack: its gradients -> the case's.
-    is_launched: not captured; facts: columns of its row; samples: ms of forward, backward and both.
-    """
-
+    # as tables show it
     name: str
+    # called with the case's inputs, packed
     fn: Function
+    # the reason why it is not measured, or no longer
     failure: str | None = None
+    # maps the case's inputs to those of the function, which may lay out weights in another way
     pack: Callable[[Tensors], Tensors] | None = None
+    # maps the function's gradients to those of the case's inputs
     unpack: Callable[[Tensors], Tensors] | None = None
+    # whether its numbers break the rule of accuracy
     is_wrong: bool = False
+    # whether its kernels are launched from Python, because no CUDA graph captures them
     is_launched: bool = False
+    # root mean square errors against float64, by result
     errors: list[float] = field(default_factory=list)
+    # columns of its row
     facts: Row = field(default_factory=dict)
+    # ms of forward, backward and both
     samples: list[list[float]] = field(default_factory=list)
-    _own: tuple[Work, Work] | None = None
+    # the case's work, and the same with packed inputs
+    _packed: tuple[Work, Work] | None = None
+    # forward and backward
     _steps: tuple[Step, ...] = ()
 
-    def own(self, work: Work) -> Work:
+    def packed(self, work: Work) -> Work:
         """Return the same work, with the inputs laid out as this implementation has them."""
         if self.pack is None:
             return work
-        if self._own is None or self._own[0] is not work:
-            self._own = work, work._replace(inputs=self.pack(work.inputs))
-        return self._own[1]
+        if self._packed is None or self._packed[0] is not work:
+            self._packed = work, work._replace(inputs=self.pack(work.inputs))
+        return self._packed[1]
 
     def results(self, work: Work) -> list[Tensor]:
-        """Return outputs, then the gradients of the case's own inputs."""
-        found, count = self.own(work).results(self.fn), len(work.douts)
-        return found if self.unpack is None else [*found[:count], *self.unpack(found[count:])]
+        """Return outputs, then the gradients of the case's inputs."""
+        results = self.packed(work).results(self.fn)
+        if self.unpack is None:
+            return results
+        count = len(work.douts)
+        return [*results[:count], *self.unpack(results[count:])]
 
     def steps(self, work: Work, pool: Any = None) -> tuple[Step, ...]:
         """Return forward and backward, replayed from graphs that share a pool, if one is given."""
         if not self._steps:
-            own, made = self.own(work), []
+            packed = self.packed(work)
+            # of the last forward
+            outputs: list[Tensor] = []
 
             def forward() -> Any:
-                made[:] = own.forward(self.fn)
-                return list(made)
+                outputs[:] = packed.forward(self.fn)
+                return list(outputs)
 
             def backward() -> Any:
-                outputs, made[:] = list(made), []
-                return own.backward(outputs)
+                last = list(outputs)
+                outputs.clear()
+                return packed.backward(last)
 
             self._steps = (forward, backward)
             if pool is not None and not self.is_launched:
                 try:
-                    self._steps = capture(partial(own.forward, self.fn), own.backward, pool)
+                    self._steps = capture(partial(packed.forward, self.fn), packed.backward, pool)
                 except Exception as error:
                     raise DeviceLost(f"{NO_GRAPH}: {error}") from error
                 self.facts["is_graph"] = True
@@ -125,8 +141,9 @@ class Implementation:
         self.samples.append(watch.times(*self.steps(work, pool)))
 
     def drop(self) -> None:
-        """Free inputs of its own and graphs."""
-        self._own, self._steps = None, ()
+        """Free packed inputs and graphs."""
+        self._packed = None
+        self._steps = ()
 
     def attempt(self, step: Callable[[Implementation], Any]) -> None:
         """Take a step unless an earlier one failed; note its error, SystemExit too."""
@@ -171,48 +188,50 @@ class Truth:
     def __init__(self, work: Work, eager: Function):
         self.work = work
         self.results = work.in_float64().results(eager)
-        found = work.results(eager)
-        self.dtypes = [x.dtype for x in found]
-        self.eager_errors = self.errors(found)
+        results = work.results(eager)
+        self.dtypes = [x.dtype for x in results]
+        self.eager_errors = self.errors(results)
 
-    def errors(self, found: Sequence[Tensor]) -> list[float]:
+    def errors(self, results: Sequence[Tensor]) -> list[float]:
         """Return the root mean square error of each result."""
-        pairs = zip(found, self.results, strict=True)
+        pairs = zip(results, self.results, strict=True)
         return [(a.double() - truth).square().mean().sqrt().item() for a, truth in pairs]
 
-    def check(self, one: Implementation) -> None:
+    def check(self, implementation: Implementation) -> None:
         """Hold an implementation to eager's dtypes and to the project's rule of accuracy.
 
-        An implementation that writes to its inputs is wrong too: all others are given the same.
+        An implementation that writes to its inputs is wrong too: all others get the same tensors.
         """
-        work, written = one.own(self.work), []
-        given = [(f"input {index}", x) for index, x in enumerate(work.inputs)]
-        given += [(f"gradient {index}", dy) for index, dy in enumerate(work.douts)]
-        before = [x.detach().clone() for _, x in given]
+        work = implementation.packed(self.work)
+        tensors = [(f"input {index}", x) for index, x in enumerate(work.inputs)]
+        tensors += [(f"gradient {index}", dy) for index, dy in enumerate(work.douts)]
+        before = [x.detach().clone() for _, x in tensors]
+        written: list[str] = []
         try:
-            found = one.results(self.work)
+            results = implementation.results(self.work)
         finally:
-            for (name, x), old in zip(given, before, strict=True):
+            for (name, x), old in zip(tensors, before, strict=True):
                 if not torch.equal(x, old):
                     written.append(name)
                     x.detach().copy_(old)
-        if problem := self._problem(one, found, written):
-            one.is_wrong, one.failure = True, f"wrong: {problem}"
+        if problem := self._problem(implementation, results, written):
+            implementation.is_wrong = True
+            implementation.failure = f"wrong: {problem}"
 
     def _problem(
-        self, one: Implementation, found: Sequence[Tensor], written: Sequence[str]
+        self, implementation: Implementation, results: Sequence[Tensor], written: Sequence[str]
     ) -> str | None:
         if written:
             return f"it overwrites {written[0]}"
-        for index, (x, dtype) in enumerate(zip(found, self.dtypes, strict=True)):
+        for index, (x, dtype) in enumerate(zip(results, self.dtypes, strict=True)):
             if x.dtype != dtype:
                 return f"result {index} is {x.dtype}, eager's {dtype}"
-        one.errors = self.errors(found)
-        pairs = zip(one.errors, self.eager_errors, strict=True)
+        implementation.errors = self.errors(results)
+        pairs = zip(implementation.errors, self.eager_errors, strict=True)
         for index, (error, eagers) in enumerate(pairs):
             size = self.results[index].square().mean().sqrt().item()
-            limit = allowed(eagers, size, found[index].dtype)
-            if found[index].numel() < FEWEST:
+            limit = allowed(eagers, size, results[index].dtype)
+            if results[index].numel() < FEWEST:
                 # a loss: the ratio of two errors of one number means nothing
                 limit = bound(size, self.work.inputs[0].dtype)
             # so written, a NaN fails
@@ -221,27 +240,29 @@ class Truth:
         return None
 
 
-def _measure_memory(given: Work, one: Implementation) -> None:
-    work = one.own(given)
+def _measure_memory(case_work: Work, implementation: Implementation) -> None:
+    work = implementation.packed(case_work)
     # x counts as an intermediate of a model
     count = work.num_inputs
     inner = work._replace(inputs=[*(x * 1 for x in work.inputs[:count]), *work.inputs[count:]])
     with saved_tensors(exclude=work.inputs) as saved:
-        outputs = inner.forward(one.fn)
+        outputs = inner.forward(implementation.fn)
     del outputs, inner
-    one.facts["saved_bytes"] = saved.nbytes
-    one.facts["peak_bytes"] = peak_bytes(lambda: work.results(one.fn), work.device)
-    outputs = work.forward(one.fn)
+    implementation.facts["saved_bytes"] = saved.nbytes
+    implementation.facts["peak_bytes"] = peak_bytes(
+        lambda: work.results(implementation.fn), work.device
+    )
+    outputs = work.forward(implementation.fn)
     backward = partial(work.backward, outputs)
-    one.facts["backward_peak_bytes"] = peak_bytes(backward, work.device)
+    implementation.facts["backward_peak_bytes"] = peak_bytes(backward, work.device)
     if work.inputs[0].dim() == 3:
-        one.facts["attentions"] = _num_attentions(work, one)
+        implementation.facts["attentions"] = _num_attentions(work, implementation)
 
 
-def _num_attentions(work: Work, one: Implementation) -> int:
+def _num_attentions(work: Work, implementation: Implementation) -> int:
     """Count the forwards of attention in forward and backward, those of a recompute too."""
     with profile() as profiler:
-        one.results(work)
+        implementation.results(work)
     return sum(
         "_scaled_dot_product_" in event.name
         and not event.name.endswith(("_backward", "_math"))
@@ -255,10 +276,10 @@ def in_turns(
     implementations: Sequence[Implementation], repeat: int, step: Callable[[Implementation], None]
 ) -> None:
     """Let each take `step` once a round; samples of the first rounds are not kept."""
-    for turn, one in turns(implementations, WARMUP + repeat):
-        step(one)
+    for turn, implementation in turns(implementations, WARMUP + repeat):
+        step(implementation)
         if turn < WARMUP:
-            one.samples.clear()
+            implementation.samples.clear()
 
 
 def measure(
@@ -271,21 +292,25 @@ def measure(
 ) -> None:
     """Check, measure and check again the implementations, which note their results.
 
-    begin: called before each step of one; graphs: replay CUDA graphs.
+    begin: called before each step of an implementation; graphs: replay CUDA graphs.
     """
 
-    def each(fn: Callable[[Implementation], Any], one: Implementation) -> None:
-        begin(one)
-        one.attempt(fn)
+    def each(fn: Callable[[Implementation], Any], implementation: Implementation) -> None:
+        begin(implementation)
+        implementation.attempt(fn)
 
     truth = Truth(work, eager)
     for step in (truth.check, partial(_measure_memory, work)):
-        for one in implementations:
-            each(step, one)
+        for implementation in implementations:
+            each(step, implementation)
     pool = torch.cuda.graph_pool_handle() if graphs else None
     watch = Stopwatch(work.device)
-    in_turns(implementations, repeat, partial(each, lambda one: one.time(work, watch, pool)))
+    in_turns(
+        implementations,
+        repeat,
+        partial(each, lambda implementation: implementation.time(work, watch, pool)),
+    )
     # an implementation that computes something else from a later call on has no time either
-    for one in implementations:
-        one.drop()
-        each(truth.check, one)
+    for implementation in implementations:
+        implementation.drop()
+        each(truth.check, implementation)

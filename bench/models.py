@@ -197,7 +197,8 @@ class Int8(Tensor):
         )
 
     def __init__(self, numbers: Tensor, scale: Tensor):
-        self.numbers, self.scale = numbers, scale
+        self.numbers = numbers
+        self.scale = scale
 
     @classmethod
     def of(cls, dense: Tensor) -> Int8:
@@ -206,7 +207,7 @@ class Int8(Tensor):
         return cls((dense / scale).round().to(torch.int8), scale)
 
     def dequantize(self) -> Tensor:
-        """Return it dense."""
+        """Return the dense matrix."""
         return self.numbers.to(self.scale.dtype) * self.scale
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:

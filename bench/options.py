@@ -30,9 +30,9 @@ class _Append(Action):
     """Collects an option that may be repeated; a value given twice counts once."""
 
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option: Any = None) -> None:
-        found = getattr(namespace, self.dest)
-        found = () if found is self.default else found
-        setattr(namespace, self.dest, tuple(dict.fromkeys([*found, values])))
+        earlier = getattr(namespace, self.dest)
+        earlier = () if earlier is self.default else earlier
+        setattr(namespace, self.dest, tuple(dict.fromkeys([*earlier, values])))
 
 
 class Options(ArgumentParser):
@@ -46,7 +46,9 @@ class Options(ArgumentParser):
     ):
         usage = f"python -m bench {command} [options]"
         super().__init__(f"python -m bench {command}", usage=usage, description=text)
-        self.command, self.device, self.preset = command, device, preset or {}
+        self.command = command
+        self.device = device
+        self.preset = preset or {}
 
     def one(self, name: str, text: str, cpu: Any = None, gpu: Any = None, **how: Any) -> None:
         """Add an option with a default."""

@@ -22,17 +22,19 @@ from bench.measure import Implementation
 
 
 class Peer(NamedTuple):
-    """A library's implementation of a case: fn(size, *the case's inputs).
+    """A library's implementation of a case."""
 
-    package: the module that it needs; pack: inputs -> those that fn takes, where weights lie
-    otherwise; unpack: its gradients -> the case's.
-    """
-
+    # as tables show it
     name: str
+    # the module that it needs
     package: str
+    # a key of CASES
     case: str
+    # called with the size and the case's inputs
     fn: Callable[..., Any]
+    # maps the case's inputs to those of `fn`, which may lay out weights in another way
     pack: Callable[[Tensors], Tensors] | None = None
+    # maps the gradients of `fn` to those of the case's inputs
     unpack: Callable[[Tensors], Tensors] | None = None
 
 
@@ -71,9 +73,10 @@ def _experts_of(size: Size, implementation: str) -> nn.Module:
 def _transformers(
     size: Size, x: Tensor, router: Tensor, *weights: Tensor, implementation: str = "eager"
 ) -> Any:
-    given: dict[str, Tensor] = dict(zip(("gate_up_proj", "down_proj"), weights, strict=True))
+    names = "gate_up_proj", "down_proj"
+    parameters: dict[str, Tensor] = dict(zip(names, weights, strict=True))
     module = _experts_of(size, implementation)
-    return torch.func.functional_call(module, given, (x, *routed(x, router)))
+    return torch.func.functional_call(module, parameters, (x, *routed(x, router)))
 
 
 def _targets(x: Tensor, weight: Tensor) -> Tensor:
@@ -148,13 +151,13 @@ def _te_module(kind: str, widths: tuple[int, ...], dtype: torch.dtype, **options
 def _te(
     size: Size, x: Tensor, *parameters: Tensor, kind: str, widths: Any = (), **options: Any
 ) -> Any:
-    """Call a Transformer Engine module on parameters of ours, given in the order of its own.
+    """Call a Transformer Engine module on parameters of ours, in the order of its parameters.
 
     They become the module's: the backward of its norms reads the module's weight, not a saved one.
     """
     module = _te_module(kind, (size.dim, *widths), x.dtype, **options)
-    own = dict(module.named_parameters())
-    for (name, before), parameter in zip(own.items(), parameters, strict=True):
+    named = list(module.named_parameters())
+    for (name, before), parameter in zip(named, parameters, strict=True):
         if before is not parameter:
             setattr(module, name, parameter)
     return module(x)
@@ -194,7 +197,10 @@ GATED = {"pack": partial(_join, first=1, count=2), "unpack": partial(_split, fir
 BLOCK = {"pack": partial(_join, first=2, count=2), "unpack": partial(_split, first=2)}
 QKV = {"pack": partial(_join, first=2, count=3), "unpack": _split_qkv}
 
-LIGER, QUACK, TE, FLASH = "liger_kernel", "quack", "transformer_engine", "flash_attn"
+LIGER = "liger_kernel"
+QUACK = "quack"
+TE = "transformer_engine"
+FLASH = "flash_attn"
 BLOCK_CASE = "norm_gated_mlp_residual"
 LIGER_ADD = "fused_add_rms_norm.LigerFusedAddRMSNormFunction"
 PEERS: tuple[Peer, ...] = (

@@ -51,7 +51,8 @@ def read(path: Path) -> list[Row]:
 
     Raises ValueError, naming file and line, for a line that is no row; OSError without a file.
     """
-    data, rows = path.read_bytes(), []
+    data = path.read_bytes()
+    rows: list[Row] = []
     for number, text in enumerate(lines := data.splitlines(), 1):
         try:
             rows.append(_row(text))

@@ -70,23 +70,28 @@ def prepare(chosen: Namespace) -> Namespace:
 
 def _measure(job: Job, implementations: list[Implementation], begin: Begin) -> Row:
     """Measure a case at a number of tokens."""
-    work, eager, chosen = job.work(job.tokens), job.case.eager(job.size), job.chosen
+    work = job.work(job.tokens)
+    chosen = job.chosen
     graphs = job.device.type == "cuda" and not chosen.no_graphs
-    measure(work, implementations, eager, chosen.repeat, begin, graphs)
+    measure(work, implementations, job.case.eager(job.size), chosen.repeat, begin, graphs)
     if chosen.profile:
-        for one in implementations:
-            begin(one)
-            one.attempt(lambda one: one.facts.update(kernels=list(_kernels(one, work))))
+        for implementation in implementations:
+            begin(implementation)
+            implementation.attempt(partial(_profile, work))
     return {}
 
 
-def _kernels(one: Implementation, work: Work) -> Iterator[tuple[str, int, float]]:
+def _profile(work: Work, implementation: Implementation) -> None:
+    implementation.facts["kernels"] = list(_kernels(implementation, work))
+
+
+def _kernels(implementation: Implementation, work: Work) -> Iterator[tuple[str, int, float]]:
     """Profile forward and backward, once; on a CPU, which has no kernels, ATen's operations.
 
     Yields names, launches and microseconds, the longest first.
     """
     with profile() as profiler:
-        one.results(work)
+        implementation.results(work)
     is_cuda = work.device.type == "cuda"
     kind = f"self_{'device' if is_cuda else 'cpu'}_time_total"
     events = [e for e in profiler.key_averages() if (e.device_type.name == "CUDA") == is_cuda]
@@ -94,87 +99,87 @@ def _kernels(one: Implementation, work: Work) -> Iterator[tuple[str, int, float]
         yield event.key, event.count, round(getattr(event, kind), 3)
 
 
-def _forget(one: Implementation) -> None:
+def _forget(implementation: Implementation) -> None:
     """Free compiled code: it is of one size, and sizes are limited."""
     # half a second each
-    if one.name.startswith("torch.compile"):
+    if implementation.name.startswith("torch.compile"):
         torch.compiler.reset()
 
 
-def _fit(job: Job, one: Implementation) -> None:
-    """Find how many tokens fit; raises the errors of `one`, except lack of memory."""
+def _fit(job: Job, implementation: Implementation) -> None:
+    """Find how many tokens fit; raises the implementation's errors, except lack of memory."""
     # a sequence, which is as long for all
     least = job.size.tokens or SEQUENCE
     peaks: dict[int, int] = {}
 
     def fits(count: int) -> bool:
-        _forget(one)
+        _forget(implementation)
         try:
-            work = one.own(job.work(count * least))
-            peaks[count] = peak_bytes(lambda: work.results(one.fn), work.device)
+            work = implementation.packed(job.work(count * least))
+            peaks[count] = peak_bytes(lambda: work.results(implementation.fn), work.device)
         except torch.OutOfMemoryError:
             return False
         finally:
-            one.drop()
+            implementation.drop()
         return peaks[count] <= job.chosen.memory * MIB
 
     if count := most(fits, precision=PRECISION):
-        one.facts |= {"fits": count * least, "peak_bytes": peaks[count]}
+        implementation.facts |= {"fits": count * least, "peak_bytes": peaks[count]}
     else:
-        one.failure = f"not even {least} tokens fit"
+        implementation.failure = f"not even {least} tokens fit"
 
 
 def _measure_memory(job: Job, implementations: list[Implementation], begin: Begin) -> Row:
     """Check numbers at the fewest tokens, find the most that fit, and time all at these."""
 
-    def each(fn: Callable[[Implementation], None], one: Implementation) -> None:
-        begin(one)
-        one.attempt(fn)
+    def each(fn: Callable[[Implementation], None], implementation: Implementation) -> None:
+        begin(implementation)
+        implementation.attempt(fn)
 
     work = job.work(job.size.tokens or SEQUENCE)
     truth = Truth(work, job.case.eager(job.size))
-    for one in implementations:
-        each(truth.check, one)
-        one.drop()
+    for implementation in implementations:
+        each(truth.check, implementation)
+        implementation.drop()
     del truth, work
-    for one in implementations:
-        each(partial(_fit, job), one)
+    for implementation in implementations:
+        each(partial(_fit, job), implementation)
     works: dict[str, Work] = {}
     watch = Stopwatch(job.device)
 
-    def time(one: Implementation) -> None:
-        if one.name not in works:
-            _forget(one)
-            works[one.name] = job.work(one.facts["fits"])
-        one.time(works[one.name], watch)
+    def time(implementation: Implementation) -> None:
+        if implementation.name not in works:
+            _forget(implementation)
+            works[implementation.name] = job.work(implementation.facts["fits"])
+        implementation.time(works[implementation.name], watch)
 
     in_turns(implementations, job.chosen.repeat, partial(each, time))
     return {}
 
 
-def _row(job: Job, one: Implementation, facts: Row) -> Row:
+def _row(job: Job, implementation: Implementation, facts: Row) -> Row:
     """Return a row, but for the environment."""
     widths = {"dim": job.size.dim, "hidden": job.size.hidden, "kv": job.size.kv}
     case = {"command": "run", "case": job.name, "size": job.size_name, **widths}
     case["dtype"] = job.chosen.dtype
     if job.chosen.memory:
         names = ("name", "failure", "is_wrong", "both_ms", "saved_bytes", "peak_bytes")
-        row = {name: one.row()[name] for name in names}
-        return case | {"memory": job.chosen.memory, "fits": 0} | row | one.facts
+        row = {name: implementation.row()[name] for name in names}
+        return case | {"memory": job.chosen.memory, "fits": 0} | row | implementation.facts
     return {
         **case,
         **{"tokens": job.tokens, "seq": job.case.seq(job.size, job.tokens)},
         **load_of(job.case, job.size, job.tokens, job.dtype),
-        **one.row(),
+        **implementation.row(),
     }
 
 
-def _is_settled(one: Implementation, row: Row | None, chosen: Namespace) -> bool:
-    """Whether a row says it all: in rounds enough, or by a failure that would come again."""
+def _is_settled(implementation: Implementation, row: Row | None, chosen: Namespace) -> bool:
+    """Whether a row needs no new run: it has enough rounds, or a failure that would come again."""
     if row is None:
         return False
     if row["failure"] == "not installed":
-        return one.failure is not None
+        return implementation.failure is not None
     is_listed = "kernels" in row or not chosen.profile
     return row["both_ms"] is None or (is_listed and len(row["both_ms"]) >= chosen.repeat)
 
@@ -185,15 +190,17 @@ def _is_left(job: Job, facts: Row) -> bool:
     key = key_of(_row(job, implementations[0], {}) | facts)
     rows = [r for r in job.chosen.earlier.get(key, ()) if all(r[n] == facts[n] for n in SAME)]
     by_name: dict[str, Any] = {row["name"]: row for row in rows}
-    chosen = job.chosen
-    return not all(_is_settled(one, by_name.get(one.name), chosen) for one in implementations)
+    return not all(
+        _is_settled(implementation, by_name.get(implementation.name), job.chosen)
+        for implementation in implementations
+    )
 
 
 def run(chosen: Namespace) -> int:
     """Measure, print a table per case and size, append its rows to run.jsonl."""
     facts = announced(chosen, f", medians of {chosen.repeat} rounds")
     if chosen.resume and (facts["commit"] or "-dirty").endswith("-dirty"):
-        print("no commit names what is measured here: nothing counts as measured before")
+        print("this code has no commit of its own: nothing counts as measured before")
         chosen.earlier = {}
     left = [job for job in jobs_of(chosen) if _is_left(job, facts)]
     if not left:

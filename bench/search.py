@@ -11,13 +11,16 @@ def most(fits: Callable[[int], bool], guess: int = 1, precision: float = 0.0) ->
     Goes up or down from a guess by steps that double, then bisects; asks of no count twice. All
     counts below one that fits are taken to fit too.
     """
-    low, high, step = guess, guess, 1
+    low = high = guess
+    step = 1
     if fits(guess):
         while fits(high := low + step):
-            low, step = high, 2 * step
+            low = high
+            step *= 2
     else:
         while (low := max(0, high - step)) and not fits(low):
-            high, step = low, 2 * step
+            high = low
+            step *= 2
     while high - low > max(1, precision * low):
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

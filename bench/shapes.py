@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-D, TOKENS, VOCAB = 256, 64, 128
+D = 256
+TOKENS = 64
+VOCAB = 128
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -24,6 +26,7 @@ class Shape(NamedTuple):
     model: str
     # the width of its MLPs, in units of D
     hidden: float = 4
+    # heads of queries
     heads: int = 8
     # heads of keys and values
     kv: int = 8

@@ -162,7 +162,8 @@ def _rate(row: Row, first: Row, what: str, unit: float) -> str:
 
 
 def _of_limit(row: Row, first: Row) -> str:
-    ms, least = _ms(row, first), least_ms(row)
+    ms = _ms(row, first)
+    least = least_ms(row)
     return "-" if ms is None or least is None else f"{max(least) / ms:.0%}"
 
 

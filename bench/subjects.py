@@ -38,8 +38,8 @@ def ours(chosen: Namespace, kind: str, rank: int) -> Subject:
     tasks.needs(chosen.command, *packages, *(["peft"] if rank else []))
     sizes = {name: getattr(chosen, name) for name in ("layers", "dim", "seq", "batch")}
     sizes["seq"] = tasks.SIDE**2 if kind == "vit" else chosen.seq
-    dtype, device = getattr(torch, chosen.dtype), torch.device(chosen.device)
-    task = Task(kind, **sizes, mlp=chosen.mlp, dtype=dtype, device=device)
+    dtype = getattr(torch, chosen.dtype)
+    task = Task(kind, **sizes, mlp=chosen.mlp, dtype=dtype, device=torch.device(chosen.device))
     task.batches(1, 0)
     tuned = {"lora": rank, "base": chosen.base if rank else "dense"}
     columns = {"case": kind, **sizes, "mlp": chosen.mlp, **tuned, "steps": chosen.steps}
@@ -51,7 +51,8 @@ def _workload(chosen: Namespace, task: Task, rank: int, seed: int) -> Workload:
     torch.manual_seed(seed)
     model: Any = task.model()
     batches = task.batches(chosen.pretrain + chosen.steps, seed)
-    first, batches = batches[: chosen.pretrain], batches[chosen.pretrain :]
+    first = batches[: chosen.pretrain]
+    batches = batches[chosen.pretrain :]
     adam = partial(torch.optim.AdamW, betas=(0.9, 0.95), weight_decay=0.1)
     # a ViT learns nothing at the rate of a Llama as small
     rate = min(3e-3, 0.75 / (max(1000, task.dim) if task.kind == "vit" else task.dim))
@@ -125,7 +126,8 @@ def yours(chosen: Namespace, spec: str, factory: Callable[[], Any]) -> Subject:
     model, batch = _parts_of(spec, factory())
     first = next(model.parameters())
     # where the caller put it
-    chosen.device, chosen.dtype = str(first.device), str(first.dtype).removeprefix("torch.")
+    chosen.device = str(first.device)
+    chosen.dtype = str(first.dtype).removeprefix("torch.")
     if getattr(getattr(model, "config", None), "use_cache", False):
         # a second run of a layer would add to it once more
         config: Any = model.config

@@ -33,8 +33,11 @@ Pair = tuple[Tensor, Tensor]
 class Task(NamedTuple):
     """A model by name, its sizes, and where it is trained."""
 
+    # a name of KINDS
     kind: str
+    # transformer blocks
     layers: int
+    # width of the residual stream
     dim: int
     # bytes per sequence; a ViT sees pictures of SIDE x SIDE
     seq: int
@@ -42,7 +45,9 @@ class Task(NamedTuple):
     batch: int
     # of the own model: "gelu" or "swiglu"
     mlp: str
+    # of the model
     dtype: torch.dtype
+    # of the model and its batches
     device: torch.device
 
     def model(self) -> nn.Module:

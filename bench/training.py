@@ -92,7 +92,8 @@ class Trial:
     """One way of training a workload, with its losses and times so far."""
 
     def __init__(self, work: Workload, way: Way):
-        self.work, self.way = work, way
+        self.work = work
+        self.way = way
         self.losses: list[float] = []
         self.ms: list[float] = []
         # columns of its row
@@ -139,8 +140,9 @@ class Trial:
             count = len(reference.work.batches)
             row["losses"] = self.losses[:count]
             if reference.losses:
-                by_turn, first = np.reshape(self.losses, (-1, count)), reference.losses[:count]
-                row["loss_difference"] = float(np.abs(by_turn - first).max())
+                by_turn = np.reshape(self.losses, (-1, count))
+                differences = np.abs(by_turn - reference.losses[:count])
+                row["loss_difference"] = float(differences.max())
         if self.held_out:
             row["held_out_loss"], row["accuracy"] = map(list, zip(*self.held_out, strict=True))
         return row
@@ -148,9 +150,9 @@ class Trial:
 
 def take_turns(trials: Sequence[Trial], repeat: int, tick: Tick) -> None:
     """Let each train `repeat` times, in turns."""
-    for _, one in turns(trials, repeat):
-        tick(one.way.name)
-        one.train()
+    for _, member in turns(trials, repeat):
+        tick(member.way.name)
+        member.train()
 
 
 def compare(
@@ -164,24 +166,25 @@ def compare(
     forward_flops = work.flops(work.model, backward=False)
     judge = Judge(work)
     trials = [Trial(work, way) for way in ways]
-    for one in trials:
-        tick(one.way.name)
+    for member in trials:
+        tick(member.way.name)
         try:
-            one.facts |= _weighed(one, trials[0], forward_flops, shown)
-            one.facts |= judge.verdict(one.way)
+            member.facts |= _weighed(member, trials[0], forward_flops, shown)
+            member.facts |= judge.verdict(member.way)
         except Exception as error:
-            if one is trials[0]:
+            if member is trials[0]:
                 raise
             lines = str(error).strip().splitlines() or [""]
-            one.facts["failure"] = f"{type(error).__name__}: {lines[0]}"
-    take_turns([one for one in trials if one.facts["failure"] is None], repeat, tick)
+            member.facts["failure"] = f"{type(error).__name__}: {lines[0]}"
+    take_turns([member for member in trials if member.facts["failure"] is None], repeat, tick)
     sizes = {"saved_bytes": None, "peak_bytes": None, "peak_above": PEAK_ABOVE}
-    return [sizes | one.row(trials[0]) for one in trials]
+    return [sizes | member.row(trials[0]) for member in trials]
 
 
-def _weighed(one: Trial, first: Trial, forward_flops: int, shown: Container[str]) -> Row:
+def _weighed(member: Trial, first: Trial, forward_flops: int, shown: Container[str]) -> Row:
     """Return the bytes and FLOPs of a step; a way that is compiled takes one before."""
-    work, way = one.work, one.way
+    work = member.work
+    way = member.way
     if way.is_compiled:
         work.once(way.run)
     # the counter does not see what compiled code calls

@@ -34,11 +34,13 @@ class Batch(NamedTuple):
 class Way(NamedTuple):
     """A way of training a model."""
 
+    # as tables show it
     name: str
     # takes a batch's inputs: the model, a copy that runs otherwise, or a function
     run: Callable[..., Any]
     # where the way is a plan
     plan: fusedckpt.Plan | None = None
+    # whether torch.compile compiles it
     is_compiled: bool = False
     # not where derivatives are approximate on purpose: then nothing is judged
     is_exact: bool = True
@@ -53,7 +55,8 @@ class StepOf(nn.Module):
 
     def __init__(self, run: Callable[..., Any], model: nn.Module):
         super().__init__()
-        self.run, self.model = run, model
+        self.run = run
+        self.model = model
 
     def forward(self, batch: Batch) -> Any:
         """Run the way; parameters that are trained have gradients then."""
@@ -64,13 +67,15 @@ class StepOf(nn.Module):
 
 
 class Workload(NamedTuple):
-    """A model to train, and how."""
+    """A model to train, with its batches, its loss and its optimizer."""
 
+    # all ways share its parameters
     model: nn.Module
     # one a step
     batches: Sequence[Batch]
     # of the output and a batch's target
     loss: Callable[[Any, Any], Tensor]
+    # makes the optimizer of parameters
     optimizer: Callable[[Iterator[nn.Parameter]], Optimizer]
     # learning rates by step, where they are not the optimizer's own
     rates: Sequence[float] | None = None

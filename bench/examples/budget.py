@@ -17,7 +17,10 @@ from torch.nn import functional as F
 import fusedckpt
 from bench.models import Transformer
 
-LAYERS, DIM, SEQ, VOCAB = 4, 64, 128, 256
+LAYERS = 4
+DIM = 64
+SEQ = 128
+VOCAB = 256
 
 
 def main(out: Path = Path("bench/out")) -> fusedckpt.Plan:

@@ -38,7 +38,8 @@ def main() -> tuple[list[float], float]:
     fully_shard(model, mesh=mesh)
     weights: list[DTensor] = list(model.parameters())
     share = sum(w.to_local().numel() for w in weights) / sum(w.numel() for w in weights)
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = (torch.arange(2 * SEQ).view(2, SEQ) + dist.get_rank()) % 251
     for _ in range(STEPS):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())

@@ -28,7 +28,8 @@ LAYERS, DIM, SEQ, VOCAB = 3, 64, 512, 1024
 def main() -> dict[str, float]:
     """Return the saved bytes a token by way."""
     torch.manual_seed(0)
-    blocks, head = stack(LAYERS, DIM, SEQ), fusedckpt.LinearCrossEntropy(DIM, VOCAB, bias=False)
+    blocks = stack(LAYERS, DIM, SEQ)
+    head = fusedckpt.LinearCrossEntropy(DIM, VOCAB, bias=False)
     fused = copy.deepcopy(blocks)
     fusedckpt.fuse(fused)
     regions = partial(fusedckpt.checkpoint, save_regions=["attention"])
@@ -38,7 +39,8 @@ def main() -> dict[str, float]:
         "fused, our checkpoint": (fused, fusedckpt.checkpoint),
         "fused, attention saved": (fused, regions),
     }
-    x, target = torch.randn(1, SEQ, DIM), torch.randint(VOCAB, (1, SEQ))
+    x = torch.randn(1, SEQ, DIM)
+    target = torch.randint(VOCAB, (1, SEQ))
     sizes = {}
     for name, (model, run) in ways.items():
         with saved_tensors() as saved:

@@ -33,11 +33,13 @@ def build(experts_per_token: int) -> Any:
 
 def main() -> dict[int, tuple[int, int]]:
     """Return the saved bytes before and after, by the number of experts of a token."""
-    ids, sizes = torch.arange(SEQ)[None] % VOCAB, {}
+    ids = torch.arange(SEQ)[None] % VOCAB
+    sizes = {}
     for count in (2, 4, 8):
         model = build(count)
-        fused, steps = copy.deepcopy(model), []
+        fused = copy.deepcopy(model)
         report = fusedckpt.fuse(fused)
+        steps = []
         for way in (model, fused):
             with saved_tensors() as saved:
                 loss = way(input_ids=ids, labels=ids).loss

@@ -30,8 +30,10 @@ def main() -> dict[str, tuple[int, float, Tensor]]:
     torch.manual_seed(0)
     options = {"bias": False, "temperature": TEMPERATURE, "entropy": True}
     head = fusedckpt.TokenLogprobs(DIM, VOCAB, **options)
-    hidden, taken = torch.randn(BATCH, SEQ, DIM), torch.randint(VOCAB, (BATCH, SEQ))
-    advantages, old = torch.randn(BATCH, SEQ), torch.full((BATCH, SEQ), -7.0)
+    hidden = torch.randn(BATCH, SEQ, DIM)
+    taken = torch.randint(VOCAB, (BATCH, SEQ))
+    advantages = torch.randn(BATCH, SEQ)
+    old = torch.full((BATCH, SEQ), -7.0)
     results = {}
     for name in ("logits", "TokenLogprobs"):
         x = hidden.clone().requires_grad_()
