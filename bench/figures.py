@@ -34,7 +34,7 @@ OURS = Family("fusedckpt.checkpoint", "#56b4e9")
 _FAMILIES = (
     (("eager", "plain"), Family("eager", GREY)),
     (("torch.compile", "compile"), Family("torch.compile", RED)),
-    (("checkpoint", "torch"), Family("torch.utils.checkpoint", "#e69f00")),
+    (("checkpoint", "torch", "selective"), Family("torch.utils.checkpoint", "#e69f00")),
     (("ours(", "fuse+ckpt"), OURS),
     (("fuse+plan", "fused, plan", "plan"), Family("fusedckpt.plan", "#cc79a7")),
     (("fuse preact",), Family("fusedckpt, keeping GEMM outputs", OURS.colour)),

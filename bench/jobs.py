@@ -22,7 +22,7 @@ from bench.cases import CASES, DEFAULT_TOKENS, SIZES, Case, Size, draw
 from bench.implementations import implementations_of
 from bench.measure import NO_GRAPH, DeviceLost, Implementation, Work
 from bench.results import Row, append
-from bench.show import BENIGN, show_rows
+from bench.show import BENIGN, LEGEND, show_rows
 from fusedckpt.reporting.progress import progress
 
 # implementations that the command stands for: it fails if one of these raises
@@ -243,4 +243,5 @@ def measure_all(
             append(rows, path)
             show_rows(rows)
             has_failed |= any(map(_fails, rows))
+    print(LEGEND)
     return int(has_failed)

@@ -38,6 +38,8 @@ KERNELS: Columns = {
     "launches": lambda kernel: f"{kernel[1]}",
     "us": lambda kernel: significant(kernel[2]),
 }
+# below tables that have no notes on their columns
+LEGEND = 'columns: bench/README.md, "How to read a table" and "Ways of training"'
 # a failure that is no fault of ours begins so
 BENIGN = ("not installed", "not even", "no plan")
 
@@ -95,6 +97,8 @@ def run(chosen: Namespace) -> int:
             print(f"{here}\n")
             before = here
         show_rows(rows, markdown=chosen.markdown)
+    if not chosen.markdown:
+        print(LEGEND)
     return 0
 
 
@@ -179,6 +183,10 @@ def _trade(row: Row, first: Row) -> str:
     return f"{round((first['peak_bytes'] - row['peak_bytes']) / 2**20 / added, 2) + 0.0:.2f}"
 
 
+def _relative(name: str, first: Row) -> Callable[[Row], str]:
+    return lambda row: f"{row[name] / first[name]:.2f}x" if row.get(name) else "-"
+
+
 def _recomputed(row: Row) -> str:
     return "-" if row.get("recomputed") is None else f"{100 * row['recomputed']:.0f}"
 
@@ -231,6 +239,12 @@ def columns_of(rows: Rows) -> Columns:
         (True, "peak\nMiB", _mib("peak_bytes")),
         ("backward_peak_bytes" in known, "backward\nMiB", _mib("backward_peak_bytes")),
         ("recomputed" in known, "recomputed\n%", _recomputed),
+        ("step_flops" in known, f"FLOPs of\n{first['name']}", _relative("step_flops", first)),
+        (
+            "written_elements" in known,
+            f"written of\n{first['name']}",
+            _relative("written_elements", first),
+        ),
         ("curve" in known, "MiB\nper ms", lambda row: _trade(row, first)),
         ("tokens" in known, "TFLOP/s", lambda row: _rate(row, first, "flops", 1e9)),
         ("bytes" in known, "GB/s", lambda row: _rate(row, first, "bytes", 1e6)),
