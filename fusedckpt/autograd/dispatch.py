@@ -152,7 +152,9 @@ def are_plain(*values: Any) -> bool:
 
 
 def has_hooks(*layers: nn.Module) -> bool:
-    """Whether someone counts on layers' own calls: a hook, or a forward put in its place."""
+    """Whether other code needs layers' own calls: by a hook, or a forward that replaced theirs."""
+    if not torch.compiler.is_compiling() and private.has_global_hooks():
+        return True
     for layer in layers:
         hooks = layer._forward_hooks or layer._forward_pre_hooks
         if hooks or layer._backward_hooks or layer._backward_pre_hooks or "forward" in vars(layer):

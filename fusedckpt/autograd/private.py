@@ -375,6 +375,27 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
+# by kind, the hooks on all modules. Without them fused layers do not call children that such a hook
+# of other code would see
+_OF_MODULES = nn.modules.module
+_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    _probe("_global_forward_pre_hooks", {}, _OF_MODULES),
+    _probe("_global_forward_hooks", {}, _OF_MODULES),
+    _probe("_global_backward_pre_hooks", {}, _OF_MODULES),
+    _probe("_global_backward_hooks", {}, _OF_MODULES),
+)
+# packages whose hooks on all modules count and name calls
+_COUNTING = "torch.", "fusedckpt."
+
+
+def has_global_hooks() -> bool:
+    """Whether code beside torch and ours has hooks on all modules, which may change results."""
+    if not any(_GLOBAL_HOOKS):
+        return False
+    modules = (getattr(f, "__module__", None) for kind in _GLOBAL_HOOKS for f in kind.values())
+    return not all(str(module).startswith(_COUNTING) for module in modules)
+
+
 def remove_global_hook(handle: Any) -> None:
     """Remove a hook of all modules. torch leaves the mark of one that takes keywords."""
     handle.remove()

@@ -42,8 +42,8 @@ class Sequential(nn.Sequential):
     which it saves 8 bytes, and so drops other elements than nn.Dropout.
 
     A layer that is not of one of torch's or our classes, has a hook or a replaced forward, or has
-    weights or an input of a tensor subclass, is called as in nn.Sequential. Global module hooks,
-    such as FlopCounterMode's, do not prevent fusion.
+    weights or an input of a tensor subclass, is called as in nn.Sequential. While other code
+    than torch's has hooks on all modules, every layer is called so.
 
     Args:
         save: "inputs" or "preact": the level of a block with an activation, see `functional.mlp`.

@@ -219,6 +219,23 @@ def test_hooks_still_fire(when):
     ]
 
 
+def test_hooks_on_all_modules_see_and_change_every_call():
+    layer = nn.TransformerEncoderLayer(D, 2, F, 0.0, batch_first=True)
+    model, names = nn.Sequential(net(), layer).to(DEVICE, torch.float64), []
+    eager = copy.deepcopy(model)
+    fuse(model)
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda m, _, y: names.append(type(m)) or (y * 1.5 if isinstance(m, nn.Linear) else None)
+    )
+    try:
+        assert_equal(model, eager, rows().unsqueeze(0))
+    finally:
+        hook.remove()
+    assert len(names) % 2 == 0
+    assert names.count(nn.GELU) == 2
+    assert_equal(model, eager, rows().unsqueeze(0))
+
+
 @pytest.mark.parametrize("save", ["all", None])
 def test_bad_level_swaps_nothing(save):
     model = net()
