@@ -37,6 +37,8 @@ MODELS = {
     "gemma3n_text": SHARING | GEMMA_3N,
     "gemma4_text": SHARING,
 }
+# a GPU has no fused attention in float64: what it runs there runs again in backward
+AGAIN = {"again"} if DEVICE.type == "cuda" else set()
 
 
 def pair(name):
@@ -45,6 +47,12 @@ def pair(name):
     eager = transformers.AutoModelForCausalLM.from_config(config).double().to(DEVICE).train()
     fused = copy.deepcopy(eager)
     return eager, fused, fusedckpt.fuse(fused)
+
+
+def notes(report):
+    """Return the keys of what is said of attention in the run."""
+    swapped = [name for name, kind in report.kinds.items() if kind == "attention"]
+    return {report.fallbacks[name].key for name in swapped if name in report.fallbacks}
 
 
 def grads(model, between=lambda model: None):
@@ -62,7 +70,7 @@ def test_keys_and_values_of_earlier_layers(name):
     swapped = {n for n, kind in report.kinds.items() if kind == "attention"}
     assert len(swapped) == 6
     torch.testing.assert_close(grads(fused), grads(eager))
-    assert not any(name in report.fallbacks for name in swapped)
+    assert notes(report) == AGAIN
 
 
 def test_another_implementation_between_forward_and_backward():
@@ -70,5 +78,5 @@ def test_another_implementation_between_forward_and_backward():
     expected = grads(eager)
     found = grads(fused, lambda model: model.set_attn_implementation("eager"))
     torch.testing.assert_close(found, expected)
-    assert report.fallbacks == {}
+    assert notes(report) == AGAIN
     assert fused.config._attn_implementation == "eager"
