@@ -44,7 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=dtypes, help="default dtype of the factory")
     parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim: AdamW")
     options = parser.parse_args(arguments)
-    spec, sizes = options.factory, (options.batch, options.seq, dtypes.get(options.dtype))
+    spec = options.factory
+    sizes = options.batch, options.seq, dtypes.get(options.dtype)
     print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
     is_estimate = any(size is not None for size in sizes)
     if not is_estimate:
@@ -59,10 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"{spec}: {error}")
     if is_estimate:
         try:
-            found = estimate(factory, *sizes, optimizer=options.optimizer)
+            estimated = estimate(factory, *sizes, optimizer=options.optimizer)
         except (TypeError, ValueError) as error:
             parser.error(f"{spec}: {error}")
-        print(found.report, found, sep="\n\n")
+        print(estimated.report, estimated, sep="\n\n")
         return 0
     made = factory()
     model = made[0] if isinstance(made, (tuple, list)) and made else made
@@ -73,13 +74,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _packages() -> str:
-    found = [f"torch {torch.__version__}"]
+    versions = [f"torch {torch.__version__}"]
     for name in ("triton", "transformers"):
         try:
-            found.append(f"{name} {metadata.version(name)}")
+            versions.append(f"{name} {metadata.version(name)}")
         except metadata.PackageNotFoundError:
-            found.append(f"no {name}")
-    return ", ".join(found)
+            versions.append(f"no {name}")
+    return ", ".join(versions)
 
 
 def _paths(device: str) -> list[str]:
@@ -89,11 +90,11 @@ def _paths(device: str) -> list[str]:
         functions: dict[str, list[str]] = {}
         for name, path in fusedckpt.paths(device, dtype).items():
             functions.setdefault(path, []).append(name)
-        found = "; ".join(
+        paths = "; ".join(
             f"{path} for {'all' if len(functions) == 1 else ', '.join(names)}"
             for path, names in functions.items()
         )
-        lines.append(f"  {str(dtype).removeprefix('torch.')}: {found}")
+        lines.append(f"  {str(dtype).removeprefix('torch.')}: {paths}")
     return lines
 
 

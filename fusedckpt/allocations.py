@@ -22,8 +22,10 @@ __all__ = ["Change", "Profile", "open_workspaces", "profiled"]
 
 _LOG_LEVEL = "KINETO_LOG_LEVEL"
 _MEMORY = "[memory]"
-# an allocation, and a free, in the allocator's history
-_ALLOC, _FREE = "alloc", "free_requested"
+# an allocation in the allocator's history
+_ALLOC = "alloc"
+# a free
+_FREE = "free_requested"
 
 
 class Change(NamedTuple):

@@ -29,8 +29,9 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class Options(NamedTuple):
     """The options of `checkpoint`; its documentation explains them."""
 
-    # whether the recompute gets the random numbers of the forward, torch's and Python's
+    # whether the recompute gets the random numbers of the forward, torch's
     preserve_rng_state: bool = True
+    # and those of `random` and `numpy.random`
     preserve_python_rng: bool = False
     # "default" or "none"
     determinism_check: str = "default"
@@ -101,18 +102,21 @@ class LateArgument(Argument):
 
 
 class Packed:
-    """Stands for a saved tensor: its index, and where it is while something else keeps it.
+    """The stand-in of a saved tensor.
 
-    source: a weak reference to a parameter or another leaf, or an Argument; None where only a
-    recompute brings the tensor back. layout: of a view of the source. Autograd holds this, the
-    segment does not, and so knows which tensors are still wanted.
+    Autograd holds this, the segment does not, and so knows which tensors are still wanted.
     """
 
     __slots__ = ("__weakref__", "index", "layout", "source", "version")
 
+    # the tensor's position among the tensors that the segment's forward saved
     index: int
+    # a parameter or another leaf, or an Argument, that the tensor is or is a view of; None where
+    # only a recompute brings the tensor back
     source: TensorWeakRef | Argument | None
+    # of a view of the source
     layout: tuple[Any, ...] | None
+    # of the source, in the forward
     version: int
 
     def of(self, source: Tensor) -> Tensor:
@@ -121,13 +125,13 @@ class Packed:
 
 
 class Saved(NamedTuple):
-    """A tensor that autograd saved: `like` is its shape, dtype and device.
+    """A tensor that autograd saved in a segment's forward."""
 
-    leaves: see `Leaves`.
-    """
-
+    # the stand-in that autograd got for it
     packed: weakref.ref[Packed]
-    like: tuple[Any, ...]
+    # its shape, dtype and device
+    meta: tuple[Any, ...]
+    # see `Leaves`
     leaves: Sequence[TensorWeakRef]
 
 
@@ -228,9 +232,11 @@ class Trace:
             private.respect_hooks(self.contexts[0], options.respect_saved_tensors_hooks)
         # whether a recompute runs only when, and as far as, backward needs it
         self.stops = options.early_stop and not options.debug
+        # the calls of the segment, one unless it is a chain's
         self.calls: list[Call] = []
         # whether the last call has returned
         self.is_complete = False
+        # the tensors that autograd saved, in order
         self.saved: list[Saved] = []
         # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
@@ -238,8 +244,9 @@ class Trace:
         self.watch: WatchedRun | None = None
         # places of the outputs that were saved behind all other tensors
         self.outputs: list[int] = []
-        # of regions: their calls, and the places of saved tensors that no recompute brings back
+        # the calls of regions
         self.records: list[Any] = []
+        # the places of tensors of regions, which stay saved and no recompute brings back
         self.kept: set[int] = set()
         # elements of the tensors that were dropped
         self.samples: Any = None

@@ -67,7 +67,8 @@ class ChainedCall(Call):
         # an output of an earlier call may be anywhere in them
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
         super().__init__(fn, leaves, {}, options, hold)
-        self._number, self._last_uses = number, last_uses
+        self._number = number
+        self._last_uses = last_uses
 
     def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments, with containers as they were before the call."""
@@ -81,13 +82,24 @@ class ChainedCall(Call):
             del made[place]
 
 
+class _Returned(NamedTuple):
+    """A tensor that a call of a segment returned."""
+
+    tensor: weakref.ref[Tensor]
+    # its version then
+    versions: tuple[int, ...]
+    # the tensor as an argument of a later call
+    argument: CallOutput
+
+
 class ChainedSegment(Segment):
     """A segment of several calls in a row."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
-        # by place in memory, while they live as they were returned
-        self._outputs: dict[Any, tuple[weakref.ref[Tensor], tuple[int, ...], CallOutput]] = {}
+        # by place in memory
+        self._outputs: dict[Any, _Returned] = {}
+        # see `ChainedCall`
         self._last_uses: dict[tuple[int, int], int] = {}
 
     def add_call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -97,8 +109,9 @@ class ChainedSegment(Segment):
         output = self.run(call, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
-                known = weakref.ref(leaf), versions_of(leaf), CallOutput(number, i)
-                self._outputs[_key_of(leaf)] = known
+                self._outputs[_key_of(leaf)] = _Returned(
+                    weakref.ref(leaf), versions_of(leaf), CallOutput(number, i)
+                )
         return output
 
     def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
@@ -106,14 +119,13 @@ class ChainedSegment(Segment):
         super()._mark(output, tuple(pytree.tree_leaves(inputs)))
 
     def _hold(self, tensor: Tensor) -> Argument:
-        known = self._outputs.get(_key_of(tensor))
-        if known is None:
+        returned = self._outputs.get(_key_of(tensor))
+        if returned is None or returned.tensor() is None:
             return self.hold(tensor)
-        reference, versions, output = known
-        if reference() is None or versions != versions_of(tensor):
+        if returned.versions != versions_of(tensor):
             return self.hold(tensor)
-        self._last_uses[output.place] = len(self.calls)
-        return output
+        self._last_uses[returned.argument.place] = len(self.calls)
+        return returned.argument
 
 
 def _key_of(tensor: Tensor) -> Any:
@@ -158,10 +170,14 @@ class CallChain:
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
             return checkpoint(functools.partial(fn, **kwargs), *args)
-        known, owner, next_place = _thread.open
-        segment = known() if place and owner is self and next_place == place else None
+        opened = _thread.open
+        segment = None
+        if place and opened.owner is self and opened.next_place == place:
+            segment = opened.segment()
+        if segment is None:
+            segment = ChainedSegment(self._options)
         # a call inside this one opens segments of its own
-        segment, _thread.open = segment or ChainedSegment(self._options), _Thread.open
+        _thread.open = _Thread.open
         output = segment.add_call(fn, args, kwargs)
         _thread.open = Open(weakref.ref(segment), self, place + 1)
         return output

@@ -54,14 +54,17 @@ def note_of(tensor: Tensor) -> Note:
 class Results:
     """The tensors of a run, by name and in order.
 
-    Given those of an earlier run, it notes the first difference instead. keep: returns what is kept
-    of a tensor. rounds: whether tensors may differ by rounding.
+    Given those of an earlier run, it notes the first difference instead. note_of: returns a note of
+    a tensor. rounds: whether tensors may differ by rounding.
     """
 
     def __init__(
-        self, keep: Callable[[Tensor], Note], before: Results | None = None, rounds: bool = False
+        self, note_of: Callable[[Tensor], Note], before: Results | None = None, rounds: bool = False
     ):
-        self._keep, self._before, self._rounds = keep, before, rounds
+        self._note_of = note_of
+        self._before = before
+        self._rounds = rounds
+        # a name and notes of each result
         self._entries: list[tuple[str, list[Note]]] = []
         self._expected = iter(before._entries if before is not None else ())
         self.difference: str | None = None
@@ -69,7 +72,7 @@ class Results:
     def see(self, name: str, tensors: Sequence[Tensor]) -> None:
         """Note the tensors of a result, or how they differ from those of the earlier run."""
         if self.difference is None:
-            self.see_notes(name, [self._keep(tensor.detach()) for tensor in tensors])
+            self.see_notes(name, [self._note_of(tensor.detach()) for tensor in tensors])
 
     def see_notes(self, name: str, notes: list[Note]) -> None:
         """Note a result of which only notes are left."""
@@ -128,7 +131,8 @@ class WatchedRun(TorchDispatchMode):
 
     def __init__(self, fn: Any, forward: WatchedRun | None = None):
         super().__init__()
-        self._forward, self._thread = forward, 0
+        self._forward = forward
+        self._thread = 0
         module = getattr(fn, "__self__", fn)
         modules = module.named_modules() if isinstance(module, nn.Module) else ()
         self._names = {m: f"{name} ({type(m).__name__})" for name, m in modules if name}

@@ -266,10 +266,10 @@ class Recompute(Keeper):
         if index not in self._wanted:
             return
         now = tensor.shape, tensor.dtype, tensor.device
-        if saved.like != now:
+        if saved.meta != now:
             self._problems.append(
                 "Recomputed values for the following tensors have different metadata than "
-                f"during the forward pass: tensor {index} was {saved.like}, is {now}"
+                f"during the forward pass: tensor {index} was {saved.meta}, is {now}"
             )
         elif index <= self._last_compared and self._is_replaced(saved, leaves, tensor):
             self._problems.append(
@@ -307,8 +307,8 @@ class Recompute(Keeper):
             return False
         if not (storage and calls.storage_of(now)):
             return isinstance(was, nn.Parameter) and isinstance(now, nn.Parameter)
-        held = [x for call in self._segment.calls for x in call.held]
-        if any(isinstance(x, Argument) and x.storage == storage for x in held):
+        arguments = (x for call in self._segment.calls for x in call.held)
+        if any(isinstance(x, Argument) and x.storage == storage for x in arguments):
             # hooks may return another tensor for an argument
             return False
         is_alike = (was.shape, was.dtype, was.device) == (now.shape, now.dtype, now.device)

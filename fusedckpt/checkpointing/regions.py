@@ -70,8 +70,9 @@ class Derived(NamedTuple):
 
 
 class Record(NamedTuple):
-    """One call of a region in a forward."""
+    """A call of a region in a forward."""
 
+    # of the region
     name: str
     # for each tensor saved inside, how a recompute derives it; None for a tensor that stays saved
     derived: Sequence[Derived | None] = ()

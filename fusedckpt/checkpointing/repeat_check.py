@@ -28,7 +28,9 @@ class RepeatCheck(ChainedSegment):
 
     def __init__(self, module: nn.Module, options: Options, before: Results | None = None):
         super().__init__(options)
-        self.module, self._before = module, before
+        self.module = module
+        # the results of the first run, in the second
+        self._before = before
         # of saved tensors: their storage, and a note
         self._saved = list[tuple[int, Note]]()
         self._late = list[Tensor]()

@@ -184,10 +184,8 @@ def compare(pairs: list[Pair]) -> None:
             groups.setdefault(key, []).append(pair)
     with private.unseen(), torch.no_grad():
         for (dtype, device), group in groups.items():
-            before, now = (
-                torch.stack([p.before for p in group]),
-                torch.stack([p.now for p in group]),
-            )
+            before = torch.stack([pair.before for pair in group])
+            now = torch.stack([pair.now for pair in group])
             are_same = _are_same(before, now, dtype)
             if not _may_wait(device):
                 private.assert_later(are_same.all(), _message(group[0].name))

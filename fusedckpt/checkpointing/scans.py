@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 
-SCAN, CONVOLUTION = "scan", "convolution"
-# of transformers' kernels: one of tokens near each other, and those of decoding
-_CONVOLUTION, _DECODING = "causal_conv1d_fn", ("update", "recurrent")
+SCAN = "scan"
+CONVOLUTION = "convolution"
+# transformers' kernel of tokens near each other
+_CONVOLUTION = "causal_conv1d_fn"
+# parts of the names of transformers' kernels of decoding
+_DECODING = ("update", "recurrent")
 # packages of scans: their autograd Functions, but for those of norms and activations
 _PACKAGES = ("fla.ops.", "mamba_ssm.ops.")
 _OTHERS = ("norm", "activation")

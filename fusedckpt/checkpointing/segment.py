@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.utils.checkpoint as stock
@@ -44,6 +44,15 @@ from fusedckpt.checkpointing.regions import Keeper
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
 
 
+class Provisional(NamedTuple):
+    """A saved tensor that stays until it is clear whether the call writes its arguments."""
+
+    packed: Packed
+    tensor: Tensor
+    # of the tensor, when it was saved
+    version: int
+
+
 class Segment(Trace, Keeper):
     """The forward of a checkpoint."""
 
@@ -55,16 +64,16 @@ class Segment(Trace, Keeper):
         # by storage, while a call runs
         self._arguments: dict[int, Argument] = {}
         self._leaves = Leaves()
-        # while it may turn out that a call writes its arguments: the tensors it saved, and versions
-        self.held: list[tuple[Packed, Tensor, int]] | None = None
+        # while it may turn out that a call writes its arguments, the tensors that it saved
+        self.provisional: list[Provisional] | None = None
         self.late = []
+        # by the id of the backward that each serves
         self._recomputes: dict[int, Recompute] = {}
-        # one that came before its backward
+        # a recompute that came before its backward
         self._ahead: Recompute | None = None
         self.patterns = self.options.save_regions
-        of_ops = self.options.context_fn
         # a context may count all ops, or save some
-        self.refuses = of_ops is not stock.noop_context_fn
+        self.refuses = self.options.context_fn is not stock.noop_context_fn
         self.offloaded = OffloadedInputs() if options.offload else None
 
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -104,8 +113,8 @@ class Segment(Trace, Keeper):
             run.see("the segment", output)
         if self.samples is not None:
             self.samples.drop(self.kept)
-        if self.held is not None:
-            self._keep(self.held)
+        if self.provisional is not None:
+            self._save(self.provisional)
         if around is None:
             self._mark(output, (*args, *kwargs.values()))
         if self.offloaded is not None:
@@ -134,14 +143,14 @@ class Segment(Trace, Keeper):
             with phases.outside_hooks_of(outermost or self):
                 argument.save()
 
-    def _keep(self, held: list[tuple[Packed, Tensor, int]]) -> None:
-        """Keep saved tensors, as without a checkpoint; a tensor written since still raises."""
-        for packed, tensor, version in held:
+    def _save(self, provisional: list[Provisional]) -> None:
+        """Save tensors as without a checkpoint; a tensor written since still raises."""
+        for packed, tensor, version in provisional:
             if tensor._version == version:
                 packed.source = Argument(tensor)
                 packed.layout = None
         self.stops = True
-        self.held = None
+        self.provisional = None
 
     def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
         """Mark an output's nodes as the segment's own, but not those of tensors it was given."""
@@ -169,7 +178,7 @@ class Segment(Trace, Keeper):
         leaves = self._leaves.of(tensor)
         owner = calls.leaf_of(tensor)
         if owner is not None:
-            # how a view of another kind of tensor is made again is for a recompute to know
+            # a view of another dtype, or of a tensor that is not plain, is for a recompute to make
             if tensor is owner or (
                 tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
             ):
@@ -183,12 +192,12 @@ class Segment(Trace, Keeper):
                 # the whole comes back through any hooks, a view not
                 packed.layout = None if layout == argument.layout else layout
                 packed.source = None if self._is_hooked and packed.layout else argument
-        like = tensor.shape, tensor.dtype, tensor.device
-        self.saved.append(Saved(weakref.ref(packed), like, [*map(TensorWeakRef, leaves)]))
-        if self.held is not None:
+        meta = tensor.shape, tensor.dtype, tensor.device
+        self.saved.append(Saved(weakref.ref(packed), meta, [*map(TensorWeakRef, leaves)]))
+        if self.provisional is not None:
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor
-            self.held.append((packed, tensor, tensor._version))
+            self.provisional.append(Provisional(packed, tensor, tensor._version))
         if self.samples is not None and packed.source is None:
             self.samples.take(packed.index, tensor)
         return packed
@@ -262,9 +271,9 @@ class Segment(Trace, Keeper):
             self.slots[place] = name, weakref.ref(slot)
 
 
-def _recall(of: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
+def _recall(reference: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
     """Return the GEMM outputs that the recompute left in a slot."""
-    segment = of()
+    segment = reference()
     backward = backward_id()
     if segment is None:
         return extras

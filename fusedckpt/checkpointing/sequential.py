@@ -80,11 +80,10 @@ def checkpoint_sequential(
     return _run(*_spans(functions, segments, input), options, input)
 
 
-# functions from start to stop, counted within the span around, as a segment: None, or a list of
-# spans where segments are nested in it, or OFFLOADED; or, as no segment, what gives the context
-# that they run in
+# functions from start to stop, counted within the span around, and how they run: None in a segment,
+# OFFLOADED in a segment with its input in host memory, a list of spans in a segment with others
+# nested in it; or, in no segment, a function that returns the context of their calls
 Span: TypeAlias = tuple[int, int, Any]
-# a segment with its input in host memory until backward
 OFFLOADED = "offloaded"
 
 
@@ -119,23 +118,23 @@ def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], i
     return input
 
 
-def _checkpointed(options: dict[str, Any], input: Any, run: Callable[..., Any], *given: Any) -> Any:
+def _checkpointed(options: dict[str, Any], input: Any, run: Callable[..., Any], *args: Any) -> Any:
     # a segment around drops tensors that are arguments, not those in containers
     is_tensor = isinstance(input, Tensor)
     leaves, spec = ([input], None) if is_tensor else pytree.tree_flatten(input)
-    return checkpoint(_run_again, run, given, spec, *leaves, **options)
+    return checkpoint(_run_again, run, args, spec, *leaves, **options)
 
 
 def _run_again(
-    run: Callable[..., Any], given: Any, spec: pytree.TreeSpec | None, *leaves: Any
+    run: Callable[..., Any], args: Any, spec: pytree.TreeSpec | None, *leaves: Any
 ) -> Any:
-    return run(*given, leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec))
+    return run(*args, leaves[0] if spec is None else pytree.tree_unflatten(leaves, spec))
 
 
 class _Stretch:
     """Functions that run as one segment; if the first modify its input in place, those alone.
 
-    They cannot run again then, so the segment keeps the tensors that they save.
+    They cannot run again then, so the segment saves their tensors.
     """
 
     def __init__(self, functions: Sequence[Any]):
@@ -147,21 +146,22 @@ class _Stretch:
         if not isinstance(segment, Segment):
             # in the recompute as in the forward
             return _chain(self.functions[: self.count], input)
-        given = [x for x in pytree.tree_leaves(input) if isinstance(x, Tensor)]
+        arguments = _tensors(input)
         # a tensor that needs no gradient may go through the whole chain, as masks do
-        followed = {storage_of(x) for x in given if x.requires_grad} or {*map(storage_of, given)}
-        before = versions_of(*given)
-        segment.held = []
+        followed = {storage_of(x) for x in arguments if x.requires_grad}
+        followed = followed or {*map(storage_of, arguments)}
+        versions = versions_of(*arguments)
+        segment.provisional = []
         for number, function in enumerate(self.functions, 1):
             input = function(input)
-            if segment.held is None:
+            if segment.provisional is None:
                 continue
-            if versions_of(*given) != before:
+            if versions_of(*arguments) != versions:
                 self.count = number
                 return input
-            found = {storage_of(x) for x in pytree.tree_leaves(input) if isinstance(x, Tensor)}
-            if number == self.count or not followed & found - {0}:
-                segment.held = None
+            storages = {storage_of(x) for x in _tensors(input)}
+            if number == self.count or not followed & storages - {0}:
+                segment.provisional = None
         return input
 
 
@@ -201,42 +201,45 @@ def given_starts(segments: Any, count: int) -> list[int]:
 
 
 class ChainSizes(NamedTuple):
-    """Bytes by function: those saved of its input, those saved besides, and all of its input.
+    """Bytes by function."""
 
-    `handed` is infinite where no segment can start, as the input is written in place from there on.
-    """
-
-    inputs: list[int]
-    own: list[int]
-    handed: list[float]
+    # saved of its input
+    saved_inputs: list[int]
+    # saved besides
+    saved_inside: list[int]
+    # of its whole input; infinite where no segment can start, as the input is written in place from
+    # there on
+    inputs: list[float]
 
 
 def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSizes:
     """Run each function once, as if it had not run, and return the bytes autograd saves for it."""
     parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
     sizes = ChainSizes([], [], [sum(_storages(input).values())])
-    # bytes that the function before saved of its output; where the memory of the input comes from
+    # bytes that the function before saved of its output
     saved_before = 0
+    # the first function whose input has the memory of the present input
     origin = 0
     random_states = Surroundings([*_tensors(input), *parameters], rng=True, python_rng=True)
     with random_states.restored(), Buffers(attributes=True), disable_current_modes():
         for i, function in enumerate(functions):
-            given = pytree.tree_map_only(Tensor, _fresh, input)
-            versions = [tensor._version for tensor in _tensors(given)]
+            fresh = pytree.tree_map_only(Tensor, _fresh, input)
+            versions = [tensor._version for tensor in _tensors(fresh)]
             with saved_tensors() as saved:
-                input = function(given)
-            before = _storages(given)
+                input = function(fresh)
+            before = _storages(fresh)
             after = _storages(input)
-            kept = {s: nbytes for s, nbytes in (before | after).items() if saved.holds(s)}
-            returned = sum(kept[s] for s in kept.keys() & after.keys())
-            sizes.inputs.append(max(saved_before, sum(kept.values()) - returned))
-            sizes.own.append(saved.nbytes - sum(kept.values()))
-            sizes.handed.append(sum(after.values()))
-            if versions != [tensor._version for tensor in _tensors(given)]:
-                sizes.handed[origin : i + 1] = [math.inf] * (i + 1 - origin)
-            saved_before = returned
+            # of input and output, the storages that the function saved
+            outer = {s: nbytes for s, nbytes in (before | after).items() if saved.holds(s)}
+            saved_output = sum(outer[s] for s in outer.keys() & after.keys())
+            sizes.saved_inputs.append(max(saved_before, sum(outer.values()) - saved_output))
+            sizes.saved_inside.append(saved.nbytes - sum(outer.values()))
+            sizes.inputs.append(sum(after.values()))
+            if versions != [tensor._version for tensor in _tensors(fresh)]:
+                sizes.inputs[origin : i + 1] = [math.inf] * (i + 1 - origin)
+            saved_before = saved_output
             origin = origin if before.keys() & after.keys() else i + 1
-    sizes.own[-1] += saved_before
+    sizes.saved_inside[-1] += saved_before
     return sizes
 
 
@@ -273,26 +276,26 @@ def _reference(function: Any) -> weakref.ref[Any]:
 
 def possible_starts(sizes: ChainSizes) -> list[int]:
     """Return where segments can start."""
-    return [0, *(i for i in range(1, len(sizes.own)) if sizes.handed[i] < math.inf)]
+    return [0, *(i for i in range(1, len(sizes.saved_inside)) if sizes.inputs[i] < math.inf)]
 
 
 def least_starts(sizes: ChainSizes) -> list[int]:
-    """Return the starts with the least sum of the bytes handed on and the largest segment."""
-    # a segment holds ends[stop] - begins[start]: its own input is one that was handed on
-    ends = np.cumsum([0, *map(sum, zip(sizes.inputs, sizes.own, strict=True))])
-    begins = ends[:-1] + sizes.inputs
-    handed = np.array([0, *sizes.handed[1:-1]], float)
+    """Return the starts with the least sum of the segments' inputs and of the largest segment."""
+    # a segment saves ends[stop] - begins[start] bytes: its own input is one of the segments' inputs
+    ends = np.cumsum([0, *map(sum, zip(sizes.saved_inputs, sizes.saved_inside, strict=True))])
+    begins = ends[:-1] + sizes.saved_inputs
+    inputs = np.array([0, *sizes.inputs[1:-1]], float)
     least = math.inf
     best = [0]
     limit = math.inf
-    while starts := _cheapest(begins, ends, handed, limit):
-        kept = handed[starts].sum()
+    while starts := _cheapest(begins, ends, inputs, limit):
+        input_bytes = inputs[starts].sum()
         largest = max(ends[b] - begins[a] for a, b in pairwise([*starts, len(begins)]))
-        if kept + largest < least:
-            least = kept + largest
+        if input_bytes + largest < least:
+            least = input_bytes + largest
             best = starts
-        # a lower limit never hands on less; steps of one per cent, for chains of 1,000 functions
-        limit = min(largest, least - kept)
+        # a lower limit never has smaller inputs; steps of 1 %, for chains of 1,000 functions
+        limit = min(largest, least - input_bytes)
         limit -= max(1, limit // 100)
     return best
 
@@ -301,13 +304,13 @@ def least_starts(sizes: ChainSizes) -> list[int]:
 RULES: dict[str, Rule] = {"sqrt": least_starts, "recursive": possible_starts}
 
 
-def _cheapest(begins: Any, ends: Any, handed: Any, limit: float) -> list[int]:
-    """Return starts of segments within the limit that hand on the least; none if none can be."""
+def _cheapest(begins: Any, ends: Any, inputs: Any, limit: float) -> list[int]:
+    """Return starts of segments within the limit with the least inputs; [] if there are none."""
     costs = np.zeros(len(ends))
     starts = [[]]
     for stop in range(1, len(ends)):
         fits = ends[stop] - begins[:stop] <= limit
-        totals = np.where(fits, costs[:stop] + handed[:stop], math.inf)
+        totals = np.where(fits, costs[:stop] + inputs[:stop], math.inf)
         start = int(totals.argmin())
         costs[stop] = totals[start]
         starts.append([*starts[start], start])

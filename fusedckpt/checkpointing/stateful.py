@@ -20,13 +20,13 @@ _DEPTH = 4
 _PLAIN = (list, dict, tuple, set, deque)
 
 
-def advice_for(made: Iterable[Call]) -> str:
+def advice_for(calls: Iterable[Call]) -> str:
     """Return a sentence that names stateful arguments of calls; "" where they have none."""
-    found = [described for call in made for described in _stateful(call)]
-    if not found:
+    stateful = [argument for call in calls for argument in _stateful(call)]
+    if not stateful:
         return ""
     return (
-        f" Among its arguments is {', '.join(dict.fromkeys(found))}, which holds tensors: if a "
+        f" Among its arguments is {', '.join(dict.fromkeys(stateful))}, which holds tensors: if a "
         "call adds to them, as to a cache of keys and values, the recompute adds them once more. "
         "Pass no cache in training (use_cache=False)"
     )

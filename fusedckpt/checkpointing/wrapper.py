@@ -44,18 +44,20 @@ def Checkpoint(module: nn.Module, **options: Any) -> nn.Module:
     # raises where a value is not valid
     checkpoint(**options)
     present = vars(module).get("forward")
-    own = present.own if isinstance(present, CheckpointedForward) else present
-    module.forward = CheckpointedForward(module, own, options)
+    if isinstance(present, CheckpointedForward):
+        present = present.set_forward
+    module.forward = CheckpointedForward(module, present, options)
     return module
 
 
 class CheckpointedForward:
-    """Checkpoints a module's forward: `own`, which was set on the module, or that of its class."""
+    """Checkpoints a module's forward: one that was set on the module, or that of its class."""
 
-    def __init__(self, module: nn.Module, own: Any, options: dict[str, Any]):
+    def __init__(self, module: nn.Module, set_forward: Any, options: dict[str, Any]):
         # as a bound method has it; in a deep copy of the module it is the copy
         self.__self__ = module
-        self.own = own
+        # the forward that was set on the module before, or None
+        self.set_forward = set_forward
         self.options = options
 
     @property
@@ -65,8 +67,8 @@ class CheckpointedForward:
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
         """Return a module's forward without a checkpoint; fusing changes the module's class."""
-        if self.own is not None:
-            return self.own
+        if self.set_forward is not None:
+            return self.set_forward
         if torch.compiler.is_compiling():
             # torch 2.11 traces no binding of methods
             return partial(type(module).forward, module)

@@ -75,9 +75,9 @@ def at_first_batch(
             log(fuse_model(inner, **{"batch": _batch_of(inner, args, kwargs), **fuse}))
         step = {"loss": loss, "optimizer": optimizer, **kwargs}
         if plan is not None and not any(is_assigned(part) for part in module.modules()):
-            found = make_plan(module, *args, **plan, **step)
-            found.apply(module)
-            log(found)
+            made = make_plan(module, *args, **plan, **step)
+            made.apply(module)
+            log(made)
         if report:
             log(make_report(module, *args, **step))
 

@@ -69,4 +69,4 @@ class LightningFuseCallback(Callback):
         )
 
     def _tell(self, trainer: Trainer) -> Callable[[Any], Any]:
-        return self.tell if trainer.is_global_zero else lambda found: None
+        return self.tell if trainer.is_global_zero else lambda result: None

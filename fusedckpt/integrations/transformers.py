@@ -146,7 +146,7 @@ class FuseCallback(TrainerCallback):
         return tell
 
     def _log(self, state: TrainerState) -> Callable[[Any], Any]:
-        return self.log if state.is_world_process_zero else lambda found: None
+        return self.log if state.is_world_process_zero else lambda result: None
 
 
 def _asks_for_checkpoints(args: TrainingArguments) -> bool:
@@ -196,8 +196,10 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
             wrapper.forward = partial(type(inner).__call__, inner)
 
 
-# in modules of transformers and diffusers, and in torch's wrappers
-_FLAGGED, _WRAPPED = "_gradient_checkpointing_func", "checkpoint_fn"
+# the attribute in which modules of transformers and diffusers have a checkpoint
+_FLAGGED = "_gradient_checkpointing_func"
+# the attribute in which torch's wrappers have it
+_WRAPPED = "checkpoint_fn"
 
 
 def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, str, partial[Any]]]:
@@ -299,8 +301,8 @@ def _calls_checkpoint(function: Any) -> str:
         return ""
     if len(probe.calls) != 1 or len(probe.calls[0]) != 4:
         return ""
-    kind, kwargs, *given = probe.calls[0]
-    is_plain = not kwargs and y is args[0] and all(map(operator.is_, given, args))
+    kind, kwargs, *arguments = probe.calls[0]
+    is_plain = not kwargs and y is args[0] and all(map(operator.is_, arguments, args))
     return kind if is_plain else ""
 
 

@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 # Okabe and Ito's, told apart with every kind of colour vision
-BLUE, RED, GREY = "#0072b2", "#d55e00", "#8c8c8c"
-INK, FAINT = "#222222", "#6b6b6b"
+BLUE = "#0072b2"
+RED = "#d55e00"
+GREY = "#8c8c8c"
+# of text and lines
+INK = "#222222"
+FAINT = "#6b6b6b"
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,

@@ -24,12 +24,14 @@ from fusedckpt.autograd import private_memory
 from fusedckpt.reporting.tables import size, table
 from fusedckpt.reporting.timeline import LOSS, RunningModules
 
-# actions of the allocator, and calls of modules, that are kept
+# actions of the allocator, and calls of modules, that are recorded; older ones are forgotten
 _MOST_ACTIONS = 100_000
 # lines of each table
 _ROWS = 12
-# of a block from before the first kept action, and of code outside of the model
-EARLIER, OUTSIDE = "(earlier)", "(outside the model)"
+# in place of a module's name: for a block from before the first recorded action
+EARLIER = "(earlier)"
+# and for code outside of the model
+OUTSIDE = "(outside the model)"
 _BACKWARD = "no line of Python: the backward pass"
 # lines in torch and in this library say less than their callers
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))

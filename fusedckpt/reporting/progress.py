@@ -15,7 +15,8 @@ def progress(title: str, total: int, is_wanted: bool = True) -> Iterator[Callabl
 
     Shown on stderr in a terminal; elsewhere nothing is written.
     """
-    done, is_shown = 0, is_wanted and sys.stderr.isatty()
+    done = 0
+    is_shown = is_wanted and sys.stderr.isatty()
 
     def begin(step: str) -> None:
         nonlocal done

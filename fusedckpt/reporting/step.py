@@ -19,6 +19,7 @@ from fusedckpt.reporting.trial import aliased, tensors_of
 class Step(NamedTuple):
     """One training step: forward, loss, backward, and the optimizers' steps."""
 
+    # any module
     model: nn.Module
     # the model's positional arguments
     args: tuple[Any, ...]

@@ -27,8 +27,11 @@ from torch.profiler import record_function
 from fusedckpt.allocations import Change, Profile
 from fusedckpt.checkpointing.module_calls import watched
 
-# in place of a module's name: for the model itself, and for code that runs outside of it
-ROOT, LOSS, OPTIMIZER = "(model)", "(loss)", "(optimizer)"
+# in place of a module's name: for the model itself
+ROOT = "(model)"
+# and for code that runs outside of it
+LOSS = "(loss)"
+OPTIMIZER = "(optimizer)"
 _MARK = "fusedckpt.report:"
 _NODE = "autograd::engine::evaluate_function: "
 

@@ -153,7 +153,7 @@ def test_a_forward_that_was_set_on_the_module():
     block.forward = lambda x: x.sin().cos()
     Checkpoint(Checkpoint(block))
     assert_same(step(block, x), step(lambda x: x.sin().cos(), x))
-    assert block.forward.__wrapped__ is block.forward.own
+    assert block.forward.__wrapped__ is block.forward.set_forward
 
 
 def test_a_parameter_of_the_module_is_replaced_by_name():

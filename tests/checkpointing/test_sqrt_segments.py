@@ -27,10 +27,10 @@ sqrt_starts = partial(measured_starts, least_starts)
 
 
 def total(sizes, starts):
-    """Bytes that are handed on, and those that the largest segment saves besides its input."""
-    segments = zip(starts, [*starts[1:], len(sizes.own)], strict=True)
-    saved = [sum(sizes.own[a:b]) + sum(sizes.inputs[a + 1 : b]) for a, b in segments]
-    return max(saved) + sum(sizes.handed[start] for start in starts[1:])
+    """Return the bytes of the inputs of segments, and those that the largest saves besides."""
+    segments = zip(starts, [*starts[1:], len(sizes.saved_inside)], strict=True)
+    saved = [sum(sizes.saved_inside[a:b]) + sum(sizes.saved_inputs[a + 1 : b]) for a, b in segments]
+    return max(saved) + sum(sizes.inputs[start] for start in starts[1:])
 
 
 def test_sqrt_is_the_least_of_all():
@@ -49,13 +49,13 @@ def test_sqrt_of_what_keeps_much_and_hands_on_little():
     model = [nn.Conv2d(4, 4, 3, 2 if i % 6 == 5 else 1, 1) for i in range(24)]
     x = randn(1, 4, 64, 64).cpu()
     sizes = chain_sizes(model, x)
-    assert sizes.handed[:7] == [x.nbytes] * 6 + [x.nbytes // 4]
+    assert sizes.inputs[:7] == [x.nbytes] * 6 + [x.nbytes // 4]
     starts = sqrt_starts(model, x)
     even = min(total(sizes, [24 * i // k for i in range(k)]) for k in range(1, 25))
     assert total(sizes, starts) < even
     with saved_tensors() as saved:
         checkpoint_sequential(model, "sqrt", x * 1)
-    assert saved.nbytes == sum(sizes.handed[start] for start in starts)
+    assert saved.nbytes == sum(sizes.inputs[start] for start in starts)
 
 
 def test_what_each_function_saves():
