@@ -46,18 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     spec = options.factory
     sizes = options.batch, options.seq, dtypes.get(options.dtype)
-    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
     is_estimate = any(size is not None for size in sizes)
+    if spec is None and is_estimate:
+        parser.error("an estimate needs MODULE:FACTORY")
+    try:
+        factory = None if spec is None else _factory(spec)
+    except (AttributeError, ImportError, ValueError) as error:
+        parser.error(f"{spec}: {error}")
+    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
     if not is_estimate:
         print(*_paths("cpu"), sep="\n")
         for number in range(torch.cuda.device_count()):
             print(*_paths(f"cuda:{number}"), sep="\n")
-    if spec is None:
-        return parser.error("an estimate needs MODULE:FACTORY") if is_estimate else 0
-    try:
-        factory = _factory(spec)
-    except (AttributeError, ImportError, ValueError) as error:
-        parser.error(f"{spec}: {error}")
+    if factory is None:
+        print("python -m fusedckpt MODULE:FACTORY prints what fuse finds in a model; --help")
+        return 0
     if is_estimate:
         try:
             estimated = estimate(factory, *sizes, optimizer=options.optimizer)
@@ -84,8 +87,8 @@ def _packages() -> str:
 
 
 def _paths(device: str) -> list[str]:
-    """Return lines of the functions that run on each path, by dtype."""
-    lines = [f"{device}:"]
+    """Return lines of the functions that run on each path, by dtypes with the same paths."""
+    dtypes: dict[str, list[str]] = {}
     for dtype in _DTYPES:
         functions: dict[str, list[str]] = {}
         for name, path in fusedckpt.paths(device, dtype).items():
@@ -94,8 +97,8 @@ def _paths(device: str) -> list[str]:
             f"{path} for {'all' if len(functions) == 1 else ', '.join(names)}"
             for path, names in functions.items()
         )
-        lines.append(f"  {str(dtype).removeprefix('torch.')}: {paths}")
-    return lines
+        dtypes.setdefault(paths, []).append(str(dtype).removeprefix("torch."))
+    return [f"{device}:", *(f"  {', '.join(names)}: {paths}" for paths, names in dtypes.items())]
 
 
 def _factory(spec: str) -> Callable[[], Any]:

@@ -6,6 +6,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt.__main__ import main
+from fusedckpt.autograd.dispatch import forced_path
 
 
 def net():
@@ -32,6 +33,14 @@ def test_names_versions_and_every_path(capsys):
         assert name in row or "for all" in row
 
 
+def test_dtypes_with_the_same_paths_are_one_line(capsys):
+    with forced_path("aten"):
+        main([])
+    _, device, paths, hint = capsys.readouterr().out.splitlines()[:4]
+    assert (device, paths) == ("cpu:", "  float32, bfloat16, float16, float64: aten for all")
+    assert "MODULE:FACTORY" in hint or hint == "cuda:0:"
+
+
 @pytest.mark.parametrize("factory", ["net", "pair"])
 def test_reports_what_fuse_swaps(factory, capsys):
     assert main([f"{__name__}:{factory}"]) == 0
@@ -50,4 +59,7 @@ def test_reports_what_fuse_swaps(factory, capsys):
 def test_bad_factories(spec, message, capsys):
     with pytest.raises(SystemExit):
         main([spec])
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err
+    # a factory that is not there is named before anything is printed
+    assert not printed.out or spec.endswith(":number")

@@ -1,4 +1,4 @@
-"""Private touches of torch for meta tensors: attention runs on them as on a CPU; reads of values.
+"""Private touches of torch for meta tensors: attention and grouped GEMMs as on a CPU, and reads.
 
 As in `private`, a name that this torch lacks has a fallback.
 """
@@ -23,8 +23,24 @@ _FLASH = 1
 # the op that reads a number. Without it a read raises an error of torch's own
 READ: Any = getattr(_aten, "_local_scalar_dense", None)
 
+# the op of grouped GEMMs, whose shapes torch computes for bfloat16 alone
+GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
+
 # whether attention on meta tensors saves the tensors of a fused kernel
 HAS_ATTENTION = None not in (_choose, _fused, _formula)
+
+
+def grouped_mm(
+    x: Tensor,
+    w: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return the result of a grouped GEMM of meta tensors, in any dtype, as a CPU has it."""
+    # groups of columns of x and rows of w make a matrix each, else their rows or columns stay
+    groups = () if x.dim() + w.dim() == 5 else (len(x) if offs is None else len(offs),)
+    return x.new_empty((*groups, x.shape[-2], w.shape[-1]), dtype=out_dtype or x.dtype)
 
 
 @contextmanager

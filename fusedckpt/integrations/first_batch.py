@@ -18,6 +18,7 @@ from fusedckpt.fusing.fuser import fuse as fuse_model
 from fusedckpt.planning.planner import plan as make_plan
 from fusedckpt.planning.roles import is_assigned
 from fusedckpt.reporting.memory_report import report as make_report
+from fusedckpt.reporting.trial import tensors_of
 
 __all__ = ["at_first_batch"]
 
@@ -66,7 +67,7 @@ def at_first_batch(
         arguments.wrong_type("at_first_batch", "log", "callable", log)
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) or _is_empty((args, kwargs)):
             return
         handle.remove()
         module = getattr(module, COMPILED_CHILD, module)
@@ -85,6 +86,12 @@ def at_first_batch(
     uncompiled: Any = torch.compiler.disable(hook)
     handle = model.register_forward_pre_hook(uncompiled, prepend=True, with_kwargs=True)
     return handle
+
+
+def _is_empty(inputs: Any) -> bool:
+    """Whether there is nothing to measure, as in a batch of which a rank got no rows."""
+    tensors = [*tensors_of(inputs)]
+    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
 
 
 def _batch_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

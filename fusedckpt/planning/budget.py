@@ -35,8 +35,9 @@ def bytes_of(name: str, budget: Any, device: torch.device) -> int:
         if match and (nbytes := int(float(match[1]) * step ** _UNITS[match[2].upper()])):
             return nbytes
     raise ValueError(
-        f"{name}: a budget is bytes, at least 1, a size such as '20GiB', or a share of the "
-        f"device's memory above 0.0, up to 1.0, got {budget!r} of type {type(budget).__name__}"
+        f"{name}: a budget is bytes (an integer, at least 1), a size such as '20GiB', or a share "
+        f"of the device's memory (a float above 0.0, at most 1.0), got {budget!r} of type "
+        f"{type(budget).__name__}"
     )
 
 

@@ -83,13 +83,16 @@ def draw_step(axes: Any, plan: Plan) -> None:
         peak = enough(simulate(plan.chain, items).peak_bytes)
         axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
     # a forward has two moments for each unit, and one before them
-    axes.axvline(2 * len(plan.chain.units) + 1.5, color=FAINT, linewidth=1, linestyle=":")
+    end = 2 * len(plan.chain.units) + 1.5
+    axes.axvline(end, color=FAINT, linewidth=1, linestyle=":")
+    # phases have no common measure of time
+    axes.set_xticks([0.5, end], ["forward", "backward"], ha="left")
     budget = math.inf if plan.budget_bytes is None else plan.budget_bytes / _MIB
     # one far above would flatten the curves
     if budget <= (1 + _FAR) * axes.get_ylim()[1]:
         axes.axhline(budget, color=FAINT, linewidth=1, linestyle=":")
     axes.set_title("One step, as predicted: live MiB and their peak")
-    axes.set_xlabel("unit by unit: forward, then backward, with recomputation")
+    axes.set_xlabel("unit by unit, backward with recomputation")
     axes.set_ylim(bottom=0)
     axes.legend(facecolor="white", edgecolor="none", framealpha=1.0, loc="lower center")
 

@@ -21,7 +21,8 @@ _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 
 def text(plan: Plan) -> str:
     """Return a table, units that are alike in one row, between a title and the plan's figures."""
-    title = f"Plan for {plan.model}, policy {plan.policy!r}"
+    mode = "" if plan.is_training else ", in eval mode"
+    title = f"Plan for {plan.model}{mode}, policy {plan.policy!r}"
     return "\n".join([title, table(_HEAD, _rows(plan), numbers=(2, 3, 4)), *_figures(plan)])
 
 
@@ -105,10 +106,8 @@ def _limited_by(plan: Plan) -> str | None:
     saved = sum(
         max(0, b.live_at_begin - a.live_at_begin - b.input_bytes - states) for a, b in pairs
     )
-    return (
-        f"code between these modules prevents one segment across them: {names}; "
-        f"it saves {size(saved)}"
-    )
+    text = f"code between these modules prevents one segment across them: {names}"
+    return f"{text}; it saves {size(saved)}" if saved else text
 
 
 def _offload(plan: Plan) -> str | None:

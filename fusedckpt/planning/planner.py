@@ -138,7 +138,8 @@ def plan(
         optimizers = optimizers_of("plan", optimizer)
         check_step("plan", model, loss, optimizers, (args, kwargs))
         check_model(model)
-        device = next(iter([*model.parameters(), *tensors_of((args, kwargs))])).device
+        tensors = [*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))]
+        device = tensors[0].device
         goal = _Goal(
             policy=policy,
             limit=limit_of(budget, activation_budget, policy, device),
@@ -290,7 +291,7 @@ def _plan(start: _StartingStep, names: list[str], goal: _Goal) -> Plan:
             best = trials.within(trials.limit, bytes_outside_budget)
         best = trials.timed(best)
     gradient_bytes = nbytes_of([*step.gradients.values(), *step.stale])
-    return replace(best, gradient_bytes=gradient_bytes)
+    return replace(best, gradient_bytes=gradient_bytes, is_training=step.model.training)
 
 
 def _surveyed_step(start: _StartingStep, surveyed: Survey, goal: _Goal) -> Step:

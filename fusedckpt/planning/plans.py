@@ -65,6 +65,8 @@ class Plan:
     forward_ms: float = 0.0
     # why no segment offloads its input, "" where a segment does; None without offload=True
     offload: str | None = None
+    # whether the model was in training mode
+    is_training: bool = True
     # the modules that `apply` gave roles
     _applied: list[weakref.ref[nn.Module]] = field(
         default_factory=list, init=False, repr=False, compare=False

@@ -278,7 +278,8 @@ def _survey(step: Step, names: Sequence[str]) -> Survey:
         output = step.model(*step.args, **step.kwargs)
     outputs = [*tensors_of([output])]
     output_bytes = nbytes_of([*outputs, *held]) - nbytes_of(held) + _leaf_bytes(outputs, held)
-    trained = {*leaves_of(tensors_of([step.loss(output)]))}.intersection(step.parameters())
+    loss = step.checked_loss(output)
+    trained = {*leaves_of([loss])}.intersection(step.parameters())
     # behind the loss, which may read tensors that units leave in attributes
     fixed = visits.find_fixed()
     visits.trim()
@@ -300,13 +301,15 @@ def _check_units(
             f"{changing[0]}: {ADVICE}"
         )
     if not units:
+        kind = type(model).__name__
+        if not left_out:
+            raise ValueError(f"plan: expected a model with modules inside, got a {kind} without")
         reasons = [f"{name} {why}" for name, why in left_out.items()]
         if len(reasons) > 4:
             reasons = [*reasons[:3], f"{len(reasons) - 3} more"]
         raise ValueError(
-            f"plan: expected a unit of {type(model).__name__} that runs exactly once, outside "
-            f"of reentrant checkpoints: {'; '.join(reasons) or 'it has no parts'}; "
-            "units= names others"
+            f"plan: expected a unit of {kind} that runs exactly once, outside of reentrant "
+            f"checkpoints: {'; '.join(reasons)}; units= names others"
         )
 
 

@@ -34,8 +34,11 @@ STYLE: dict[Any, Any] = {
 def panels(path: str | Path, caller: str, rect: Any = None, **options: Any) -> Iterator[Any]:
     """Yield a figure and two axes side by side, and write it in the format of the path's suffix.
 
-    rect: the part of the figure that the axes take. Raises ImportError, naming the caller, without
-    matplotlib.
+    rect: the part of the figure that the axes take.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: it has no such format.
     """
     try:
         mpl = importlib.import_module("matplotlib")
@@ -49,5 +52,8 @@ def panels(path: str | Path, caller: str, rect: Any = None, **options: Any) -> I
     with mpl.rc_context(STYLE):
         layout = engines.ConstrainedLayoutEngine(rect=rect or (0, 0, 1, 1), wspace=0.05)
         figure = figures.Figure(figsize=(13, 5), dpi=160, layout=layout)
+        suffix = Path(path).suffix.removeprefix(".").lower()
+        if suffix and suffix not in figure.canvas.get_supported_filetypes():
+            raise ValueError(f"{caller}: expected a file such as memory.png or .svg, got {path}")
         yield figure, figure.subplots(1, 2, **options)
         figure.savefig(path)

@@ -79,6 +79,8 @@ class MemoryReport:
     # the tensors that functions of a model fused with recipes made, by these functions: those that
     # backward makes again, and those where a chain was cut
     recipes: tuple[RecipeGroup, ...] = ()
+    # whether the model was in training mode
+    is_training: bool = True
 
     @property
     def saved_bytes(self) -> int:
@@ -195,9 +197,9 @@ def report(
 
     Raises:
         TypeError: `model` is not an nn.Module, `loss` not callable, or `optimizer` no Optimizer.
-        ValueError: an optimizer's step needs a closure, nothing requires grad, a parameter is not
-            initialised, a tensor was made in inference mode, or the loss is not a scalar that
-            requires grad.
+        ValueError: an optimizer's step needs a closure, nothing requires grad, all inputs are
+            empty, a parameter is not initialised, a tensor was made in inference mode, or the loss
+            is not a scalar that requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """
     optimizers = optimizers_of("report", optimizer)
@@ -245,6 +247,7 @@ def _measured(step: Step) -> MemoryReport:
         offloaded_bytes=offload.num_bytes_left.total(),
         not_offloaded=dict(offload.stays),
         recipes=observed.recipes,
+        is_training=step.model.training,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fusedckpt.fusing.fused_calls import FusedModule
@@ -21,7 +22,8 @@ _FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 
 def text(report: MemoryReport) -> str:
     """Return lines of bytes by kind and the peak, and tables of modules and recipes."""
-    lines = [f"Memory of one training step of {report.model} on {report.device}"]
+    mode = "" if report.is_training else ", in eval mode"
+    lines = [f"Memory of one training step of {report.model} on {report.device}{mode}"]
     lines += [_line(kind, nbytes) for kind, nbytes in report.sizes.items() if nbytes is not None]
     if report.held:
         lines.append(_line("held otherwise", sum(report.held.values()), _held_by(report.held)))
@@ -58,10 +60,19 @@ def _line(kind: str, nbytes: int, where: str = "") -> str:
 
 
 def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
-    """Return a row of `_MODULES` for every module that saves something, the largest first."""
-    owned: dict[str, list[SavedStorage]] = {}
+    """Return a row of `_MODULES` for every module that saves something, the largest first.
+
+    The same modules of several layers have one row.
+    """
+    by_module: dict[str, list[SavedStorage]] = {}
     for storage in saved:
-        owned.setdefault(storage.owner, []).append(storage)
+        by_module.setdefault(storage.owner, []).append(storage)
+    parents = {name[: dot.start()] for name in by_module for dot in re.finditer(r"\.", name)}
+    patterns = {name: _pattern(name, parents) for name in by_module}
+    groups: dict[Any, list[str]] = {}
+    for name, storages in by_module.items():
+        sizes = tuple((x.nbytes, x.dtype, x.shape) for x in storages)
+        groups.setdefault((patterns[name], sizes), []).append(name)
     total = max(_nbytes(saved), 1)
 
     def row(name: str, storages: Sequence[SavedStorage], *details: str) -> Row:
@@ -69,16 +80,37 @@ def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
         return (name, size(nbytes), f"{nbytes / total:.1%}", str(len(storages)), *details)
 
     rows = []
-    names = sorted(owned, key=lambda name: -_nbytes(owned[name]))
-    for name in names[:_MOST]:
-        largest = max(owned[name], key=lambda storage: storage.nbytes)
-        sharers = list(dict.fromkeys(other for s in owned[name] for other in s.sharers))
+    by_size = sorted(groups.values(), key=lambda names: -_nbytes(_storages_of(names, by_module)))
+    for names in by_size[:_MOST]:
+        storages = _storages_of(names, by_module)
+        pattern = patterns[names[0]]
+        name = f"{len(names)} x {pattern}" if len(names) > 1 else names[0]
+        largest = max(storages, key=lambda storage: storage.nbytes)
+        sharers = [other for storage in storages for other in storage.sharers]
+        if len(names) > 1:
+            sharers = [_pattern(other, parents) for other in sharers]
+        sharers = [*dict.fromkeys(other for other in sharers if other != pattern)]
         shared = ", ".join(sharers[:2]) + (f" +{len(sharers) - 2}" if len(sharers) > 2 else "")
-        rows.append(row(name, owned[name], f"{largest.dtype} {list(largest.shape)}", shared))
-    if more := names[_MOST:]:
-        storages = [storage for name in more for storage in owned[name]]
-        rows.append(row(f"{len(more)} more", storages, "", ""))
+        rows.append(row(name, storages, f"{largest.dtype} {list(largest.shape)}", shared))
+    if more := [name for names in by_size[_MOST:] for name in names]:
+        rows.append(row(f"{len(more)} more", _storages_of(more, by_module), "", ""))
     return rows
+
+
+def _pattern(name: str, parents: Container[str]) -> str:
+    """Return the name of a module with "*" for the number of its layer, if it is in a layer.
+
+    A module whose name ends with a number is a layer if it is among `parents`: the layers of an MLP
+    that is an nn.Sequential are not alike.
+    """
+    text = f"{name}." if name in parents else name
+    return re.sub(r"\b\d+\.", "*.", text, count=1).removesuffix(".")
+
+
+def _storages_of(
+    names: Iterable[str], by_module: Mapping[str, list[SavedStorage]]
+) -> list[SavedStorage]:
+    return [storage for name in names for storage in by_module[name]]
 
 
 def _nbytes(storages: Sequence[SavedStorage]) -> int:

@@ -63,7 +63,7 @@ class Step(NamedTuple):
                 parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
             del last_output
-            loss = _checked(self.caller, self.loss(output))
+            loss = self.checked_loss(output)
         see_results([*tensors_of([output]), loss])
         # as where autocast ends before backward
         torch.clear_autocast_cache()
@@ -77,6 +77,24 @@ class Step(NamedTuple):
                 check_sparse(self.caller, optimizer)
                 optimizer.step()
         mark("end")
+
+    def checked_loss(self, output: Any) -> Tensor:
+        """Return the loss of the model's output; raise ValueError where none can be trained."""
+        loss = self.loss(output)
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return loss
+        if self.loss is default_loss and not isinstance(loss, Tensor):
+            raise ValueError(
+                f"{self.caller}: the output of {type(self.model).__name__}, "
+                f"{_kind_of(output)}, has neither a loss nor floating-point tensors that require "
+                "grad: pass loss=, a function of the output"
+            )
+        came = type(loss).__name__
+        if isinstance(loss, Tensor):
+            came = f"shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
+        raise ValueError(
+            f"{self.caller}: the loss must be a scalar tensor that requires grad, got {came}"
+        )
 
     def fresh(self) -> tuple[Step, list[Tensor]]:
         """Return the step on aliases of its inputs, and the tensors that exist when it begins.
@@ -180,6 +198,10 @@ def check_step(
         raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
     if any(tensor.is_meta for tensor in tensors):
         raise ValueError(f"{name}: expected tensors with data, some are on the meta device")
+    batch = [*tensors_of(inputs)]
+    if batch and not any(tensor.numel() for tensor in batch):
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in batch[:3])
+        raise ValueError(f"{name}: expected a batch to measure, got empty tensors of {shapes}")
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
         raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
@@ -212,10 +234,5 @@ def default_loss(output: Any) -> Any:
     return sum(x.float().square().mean() for x in tensors)
 
 
-def _checked(caller: str, loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss
-    came = type(loss).__name__
-    if isinstance(loss, Tensor):
-        came = f"shape {list(loss.shape)}, requires_grad={loss.requires_grad}"
-    raise ValueError(f"{caller}: the loss must be a scalar tensor that requires grad, got {came}")
+def _kind_of(output: Any) -> str:
+    return "None" if output is None else f"a {type(output).__name__}"

@@ -58,7 +58,7 @@ class MetaRun(TorchDispatchMode):
                 raise RuntimeError("the value of an activation is read, and meta tensors have none")
             return func(self._values[args[0]])
         self.peak = max(self.peak, self.live)
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         made = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         self._count(made)
         # autograd adds gradients in place, but not where a mode sees it: the sum takes the place of
@@ -106,6 +106,14 @@ class MetaRun(TorchDispatchMode):
         for x, value in list(self._values.items()):
             if storage_key(value.untyped_storage()) in keys:
                 del self._values[x]
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on meta tensors."""
+    grouped_mm = private_meta.GROUPED_MM
+    if grouped_mm is not None and func is grouped_mm.default and args[0].is_meta:
+        return private_meta.grouped_mm(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _names_meta(kwargs: dict[str, Any]) -> bool:

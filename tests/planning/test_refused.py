@@ -312,12 +312,30 @@ def test_the_least_budget_names_what_was_left_out():
             planned(siamese(count), torch.randn(64, 16), **{kind: 1000})
 
 
+def test_a_model_without_modules_is_refused():
+    with pytest.raises(ValueError, match=r"^plan: expected .* modules .* Linear without$"):
+        planned(nn.Linear(16, 16), torch.randn(8, 16), policy="all")
+
+
+def test_a_step_without_a_batch_or_a_loss_is_refused():
+    with pytest.raises(ValueError, match=r"^plan: .* got empty tensors of \[0, 16\]$"):
+        planned(nn.Sequential(*linears()), torch.randn(0, 16), policy="all")
+    model = Called(lambda model, x: None, units=linears())
+    with pytest.raises(ValueError, match=r"^plan: the output of Called, None, has neither a loss"):
+        planned(model, torch.randn(8, 16), policy="all")
+
+
+def test_eval_mode_is_named():
+    model, x = nn.Sequential(*linears()), torch.randn(8, 16)
+    assert str(planned(model.eval(), x, policy="none")).startswith("Plan for Sequential, in eval")
+    assert "eval" not in str(planned(model.train(), x, policy="none"))
+
+
 def twice(inner):
     return Called(lambda model, x: model.inner(model.inner(x)), inner=inner)
 
 
 NO_UNITS = {
-    "no parts": (nn.Linear(16, 16), "it has no parts"),
     "all twice": (twice(nn.Linear(16, 16)), "inner is called 2 times in a step"),
     "a part that is frozen": (
         twice(nn.Sequential(nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16))),

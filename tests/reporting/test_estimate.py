@@ -52,8 +52,28 @@ def llama():
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
 
 
+class Grouped(nn.Module):
+    """Runs a grouped GEMM, whose shapes torch computes for bfloat16 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, DIM, 32))
+        self.mlp = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        ends = torch.tensor([8, len(rows)], dtype=torch.int32, device=x.device)
+        return self.mlp(F.grouped_mm(rows, self.weight, offs=ends))
+
+
+def grouped():
+    return Grouped(), torch.randn(1, SEQ, DIM)
+
+
 def real(factory):
     """Return the real model and inputs of the estimate's sizes."""
+    if factory is grouped:
+        return Grouped(), {"x": torch.randn(BATCH, SEQ, DIM)}
     if factory is masked:
         model, _ = masked()
         return model, {"x": torch.randn(BATCH, SEQ, DIM), "lengths": torch.zeros(BATCH).long()}
@@ -74,7 +94,7 @@ def default_dtype(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("factory", [llama, masked])
+@pytest.mark.parametrize("factory", [llama, masked, grouped])
 def test_it_is_what_a_report_measures(factory, dtype):
     found = estimate(factory, BATCH, SEQ, dtype)
     with default_dtype(dtype):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -29,6 +31,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt.memory import peak_bytes, saved_tensors
 from fusedckpt.reporting.memory_report import report
+from fusedckpt.reporting.tables import size
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -234,6 +237,11 @@ def made_in_inference_mode():
     return torch.ones(2, D)
 
 
+class Nothing(nn.Linear):
+    def forward(self, x):
+        return None
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "message"),
     [
@@ -256,6 +264,8 @@ def made_in_inference_mode():
         ),
         ((mlp(), made_in_inference_mode()), {}, ValueError, "report: expected ordinary tensors"),
         ((mlp(), torch.ones(2, D)), {"loss": id}, ValueError, "the loss must .* got int"),
+        ((mlp(), torch.ones(0, D)), {}, ValueError, r"report: .* got empty tensors of \[0, 16\]"),
+        ((Nothing(2, 2), 1), {}, ValueError, "report: the output of Nothing, None, has neither"),
     ],
 )
 def test_errors(arguments, options, error, message):
@@ -278,7 +288,8 @@ def test_dict_and_json(tmp_path):
 
 
 def test_text_with_and_without_rich(monkeypatch):
-    found = report(nn.Sequential(*(mlp() for _ in range(20))), given(R, D))
+    layers = nn.Sequential(OrderedDict((f"layer{i}", mlp()) for i in range(20)))
+    found = report(layers, given(R, D))
     pytest.importorskip("rich")
     tabled = str(found)
     for module in ("rich.console", "rich.table", "rich.text"):
@@ -295,6 +306,28 @@ def test_text_with_and_without_rich(monkeypatch):
     assert rule.startswith("---")
     ends = {row.index("KiB") for row in rows}
     assert len(ends) == 1
+
+
+def test_modules_of_several_layers_have_one_row():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = mlp()
+
+        def forward(self, x):
+            return self.mlp(x).exp()
+
+    found = report(nn.Sequential(*(Block() for _ in range(3))), given(R, D))
+    text = str(found)
+    for cells in (
+        f"3 x *.mlp.1 {size(3 * H)} {3 * H / found.saved_bytes:.1%} 3 float32 [{R}, {F}]",
+        # the linear, whose input is the block's own, too
+        f"3 x *.mlp.2 {size(3 * H)}",
+        f"3 x * {size(3 * X)}",
+    ):
+        assert cells in re.sub(r"[│ ]+", " ", text)
+    # layers of one MLP are not alike
+    assert " x " not in str(report(mlp(), given(R, D)))
 
 
 def test_plot(tmp_path, monkeypatch):
@@ -315,3 +348,14 @@ def test_plot(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"MemoryReport.plot: .* 'fusedckpt\[bench\]'"):
         found.plot(file)
+
+
+def test_a_file_of_no_format_is_refused_before_it_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ValueError, match=r"^MemoryReport.plot: expected a file such as .*\.xyz$"):
+        report(mlp(), given(R, D)).plot(tmp_path / "memory.xyz")
+
+
+def test_eval_mode_is_named():
+    assert "on cpu, in eval mode\n" in str(report(mlp().eval(), given(R, D)))
+    assert "eval mode" not in str(report(mlp(), given(R, D)))
