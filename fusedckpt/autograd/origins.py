@@ -51,7 +51,8 @@ def view_of(y: Any, *makers: str) -> View | None:
     """Return how to read a result of one of some makers; None if it has to be saved.
 
     It has to be if it was written since, as were parameters of its maker, or has hooks: these may
-    free or replace the parameters before backward reaches the maker.
+    free or replace the parameters before backward reaches the maker. FSDP2 frees those of a unit
+    after its forward, and hooks the results of the unit, but a view of one hides its hooks.
     """
     if not isinstance(y, Tensor) or y.grad_fn is None:
         return None
@@ -64,7 +65,7 @@ def view_of(y: Any, *makers: str) -> View | None:
     origin: Origin | None = notes.get(_ORIGIN)
     if origin is None or origin.maker not in makers or not torch.is_grad_enabled():
         return None
-    if origin.versions != versions_of(whole, *origin.tensors):
+    if origin.versions != versions_of(whole, *origin.tensors) or _is_one_freed(origin.tensors):
         return None
     if private.hooks_of(y) or private.hooks_of(whole):
         return None
@@ -77,6 +78,14 @@ def view_of(y: Any, *makers: str) -> View | None:
         # the same one for all readers, as long as there is one
         notes[_RECIPE] = weakref.ref(source)
     return view_in(source, y)
+
+
+def _is_one_freed(parameters: Sequence[Tensor | None]) -> bool:
+    """Whether a parameter has no memory."""
+    for p in parameters:  # noqa: SIM110  # without a call of Python's for each
+        if p is not None and not p.untyped_storage().nbytes() and p.numel():
+            return True
+    return False
 
 
 def of_first_saved(

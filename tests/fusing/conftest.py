@@ -3,6 +3,7 @@
 import pytest
 
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.fusing import recipe_mode
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 
@@ -11,3 +12,9 @@ def on_aten(request):
     takes_both = "path" in request.fixturenames
     with forced_path("aten" if IS_INTERPRETED and not takes_both else None):
         yield
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """Save recipes of tensors of any size."""
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)

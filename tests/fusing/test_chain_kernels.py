@@ -12,18 +12,14 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import dropouts, recipe_mode
+from fusedckpt.fusing import dropouts
 from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels import chains
 from fusedckpt.memory import saved_tensors
 
 pytest.importorskip("triton", reason="kernels need Triton")
+pytestmark = pytest.mark.usefixtures("any_size")
 C, D, T = 8, 16, 12
-
-
-@pytest.fixture(autouse=True)
-def _tiny(monkeypatch):
-    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
 
 
 @pytest.fixture

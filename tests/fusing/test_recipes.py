@@ -6,138 +6,22 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support import run_ranks
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from recipe_nets import NETS, C, D, T, net, same, saved_bytes, step, tokens, with_recipes
+from torch import nn
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
 
 import fusedckpt
 from fusedckpt.autograd import recipes, tracker
-from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import dropouts, recipe_mode, recipe_models
-from fusedckpt.memory import peak_bytes, saved_tensors
+from fusedckpt.fusing import recipe_mode, recipe_models
+from fusedckpt.memory import peak_bytes
 
-D, T, C = 16, 24, 6
+pytestmark = pytest.mark.usefixtures("any_size")
 
-
-@pytest.fixture(autouse=True)
-def _tiny(monkeypatch):
-    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
-
-
-class Residual(nn.Module):
-    """A block of a residual net, with activations in place or not."""
-
-    def __init__(self, inplace: bool = True):
-        super().__init__()
-        self.conv1 = nn.Conv2d(C, C, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(C)
-        self.conv2 = nn.Conv2d(C, C, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(C)
-        self.act = nn.ReLU(inplace)
-
-    def forward(self, x):
-        h = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
-        if self.act.inplace:
-            h += x
-        else:
-            h = h + x
-        return self.act(h)
-
-
-class Diffusion(nn.Module):
-    """A block of a diffusion transformer: modulated norms and gated branches."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm1 = nn.LayerNorm(D, elementwise_affine=False)
-        self.norm2 = nn.LayerNorm(D, elementwise_affine=False)
-        self.modulation, self.out = nn.Linear(D, 6 * D), nn.Linear(D, D)
-        self.qkv = nn.Linear(D, 3 * D)
-        self.fc1, self.fc2 = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-
-    def forward(self, x):
-        parts = self.modulation(F.silu(x.mean(1)))[:, None].chunk(6, -1)
-        q, k, v = self.qkv(self.norm1(x) * (1 + parts[0]) + parts[1])[:, None].chunk(3, -1)
-        x = x + parts[2] * self.out(F.scaled_dot_product_attention(q, k, v)[:, 0])
-        h = self.norm2(x) * (1 + parts[3]) + parts[4]
-        return x + parts[5] * self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
-
-
-class Encoder(nn.Module):
-    """A block of BERT: dropout, and a norm behind the sum."""
-
-    def __init__(self, p: float = 0.1):
-        super().__init__()
-        self.fc1, self.fc2, self.norm = nn.Linear(D, 4 * D), nn.Linear(4 * D, D), nn.LayerNorm(D)
-        self.drop = nn.Dropout(p)
-
-    def forward(self, x):
-        return self.norm(self.drop(self.fc2(F.gelu(self.fc1(x)))) + x)
-
-
-class Rotary(nn.Module):
-    """RMSNorm by hand, rotated queries, a gate, a softcap, and writes to slices."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(D) + 0.5)
-        self.q, self.gate, self.out = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x):
-        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
-        q = self.q(h)
-        angle = torch.arange(T, dtype=x.dtype)[:, None]
-        q = q * angle.cos() + torch.cat((-q[..., D // 2 :], q[..., : D // 2]), -1) * angle.sin()
-        padded = torch.zeros_like(q)
-        padded[:, 2:] = q[:, 2:]
-        padded[:, :2] += 1
-        h = self.out(padded * torch.sigmoid(self.gate(h)))
-        return x + 30 * torch.tanh(h / 30)
-
-
-def image() -> Tensor:
-    return torch.randn(3, C, 7, 7)
-
-
-def tokens() -> Tensor:
-    return torch.randn(2, T, D)
-
-
-class Dense(nn.Module):
-    """A block of a dense net, whose layers read all results before, and activations in place."""
-
-    def __init__(self):
-        super().__init__()
-        widths = [C, C + 2, C + 4]
-        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for width in widths)
-        self.convs = nn.ModuleList(nn.Conv2d(width, 2, 3, padding=1) for width in widths)
-        self.last = nn.Conv2d(C + 6, C, 1)
-
-    def forward(self, x):
-        parts = [x]
-        for norm, conv in zip(self.norms, self.convs, strict=True):
-            parts.append(conv(F.relu(norm(torch.cat(parts, 1)))))
-        # autograd saves a copy of what silu writes over
-        return F.silu(self.last(torch.cat(parts, 1)), inplace=True).mul_(1.5)
-
-
-NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "residual": (Residual, image),
-    "residual, not in place": (lambda: Residual(inplace=False), image),
-    "dense": (Dense, image),
-    "diffusion": (Diffusion, tokens),
-    "encoder": (Encoder, tokens),
-    "rotary": (Rotary, tokens),
-}
 # bytes of an image and of the statistics of two batch norms; of D features of all tokens
 IMAGE, STATISTICS, WIDE = 8 * 3 * C * 49, 8 * 4 * C, 8 * 2 * T * D
 # bytes of a batch norm's bias
@@ -154,43 +38,6 @@ SAVED = {
     "encoder": (205_056, 100_608),
     "rotary": (131_328, 62_592),
 }
-
-
-def net(name: str, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    make, draw = NETS[name]
-    return nn.Sequential(*[make() for _ in range(3)]).to(dtype), draw().to(dtype)
-
-
-def with_recipes(model: nn.Module, **kinds: bool) -> nn.Module:
-    """Return a copy that saves recipes, and is not fused otherwise."""
-    off = dict.fromkeys(("norm", "mlp", "linear", "attention", "experts"), False)
-    fused = copy.deepcopy(model)
-    fusedckpt.fuse(fused, recipes=True, **{**off, **kinds})
-    return fused
-
-
-def step(model: nn.Module, x: Tensor, call: Callable[..., Any] | None = None) -> list[Tensor]:
-    """Return the result, all gradients, the buffers and a random number after a step."""
-    model.zero_grad()
-    torch.manual_seed(3)
-    x = x.clone().requires_grad_()
-    # as an intermediate
-    y = (model if call is None else call)(x * 1)
-    y.square().mean().backward()
-    grads = [x.grad, *[p.grad for p in model.parameters()]]
-    return [y.detach(), *grads, *[b.clone() for b in model.buffers()], torch.rand(1)]
-
-
-def same(ours: list[Tensor], eager: list[Tensor]) -> None:
-    for a, b in zip(ours, eager, strict=True):
-        assert torch.equal(a, b)
-
-
-def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    with saved_tensors(exclude=[*model.parameters(), *model.buffers()]) as saved:
-        model(x.clone().requires_grad_() * 1)
-    return saved.nbytes
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -315,145 +162,6 @@ def test_nothing_lives_after_a_step(name):
         recipes.Leaf.__init__ = original
 
 
-class Scaled(nn.Module):
-    """A sum with a small tensor and a bias, which autograd does not save."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.norm = nn.Linear(D, D), nn.LayerNorm(D)
-        self.shift = torch.zeros(D, dtype=torch.float64)
-
-    def forward(self, x):
-        return self.linear(F.gelu(self.norm(x) + self.shift))
-
-
-def test_writes_between_forward_and_backward():
-    """What autograd does not save may be written; what it saves raises, as in eager."""
-    eager = Scaled().double()
-    ours, x = with_recipes(eager), tokens().double()
-
-    def gradients(model, write):
-        inputs = [x.clone().requires_grad_(), *model.parameters()]
-        given = inputs[0] * 1
-        y = model(given)
-        with torch.no_grad():
-            write(model, given)
-        return list(torch.autograd.grad(y.square().sum(), inputs))
-
-    for write in (
-        lambda model, _: model.shift.add_(1),
-        lambda model, _: model.linear.bias.add_(1),
-    ):
-        same(gradients(ours, write), gradients(eager, write))
-    for write in (
-        lambda _, given: given.add_(1),
-        lambda model, _: model.norm.weight.add_(1),
-        lambda model, _: model.norm.bias.add_(1),
-        lambda model, _: model.linear.weight.add_(1),
-    ):
-        for model in (eager, ours):
-            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                gradients(model, write)
-
-
-def test_a_value_whose_inputs_were_written_in_the_forward_is_saved():
-    class Written(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(D, D)
-
-        def forward(self, x):
-            a = self.linear(x)
-            b = a * 2
-            c = a.sin()
-            with torch.no_grad():
-                # eager's gradient of sin reads a
-                d = c.clone()
-            b.add_(1)
-            return self.linear(b) + self.linear(F.gelu(b)) * d
-
-    eager, x = Written().double(), tokens().double()
-    same(step(with_recipes(eager), x), step(eager, x))
-
-
-class RunningStatistics(nn.Module):
-    """Convolutions with a norm between that updates running statistics."""
-
-    def __init__(self, norm: Callable[..., Tensor]):
-        super().__init__()
-        self.first, self.last = nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1)
-        self.norm = norm
-        self.register_buffer("mean", torch.zeros(C))
-        self.register_buffer("var", torch.ones(C))
-
-    def forward(self, x):
-        return self.last(F.relu(self.norm(self.first(x), self.mean, self.var)))
-
-
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda x, m, v: F.instance_norm(x, m, v),
-        lambda x, m, v: F.instance_norm(x, running_mean=m, running_var=v),
-        lambda x, m, v: F.instance_norm(x, m, v, use_input_stats=False),
-        lambda x, m, v: F.batch_norm(x, running_mean=m, running_var=v, training=True),
-        lambda x, m, v: torch.batch_norm(x, None, None, m, v, True, 0.1, 1e-5, False),
-        lambda x, m, v: torch.instance_norm(x, None, None, m, v, True, 0.1, 1e-5, False),
-    ],
-)
-def test_running_statistics_advance_once(norm):
-    eager, x = RunningStatistics(norm).double(), torch.randn(2, C, 4, 4, dtype=torch.float64)
-    model = copy.deepcopy(eager)
-    fusedckpt.fuse(model, recipes=True)
-    for net in (eager, model):
-        loss = net(x).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    pairs = zip(eager.parameters(), model.parameters(), strict=True)
-    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
-    assert all(map(torch.equal, eager.buffers(), model.buffers()))
-
-
-def test_hooks():
-    """Hooks on results see the same gradients; saved-tensor hooks of others are left alone."""
-    eager, x = net("diffusion")
-    ours = with_recipes(eager)
-    seen: dict[nn.Module, list[Tensor]] = {ours: [], eager: []}
-    for model in seen:
-        model[1].register_forward_hook(
-            lambda _, args, y, model=model: y.register_hook(seen[model].append) and None
-        )
-    same(step(ours, x), step(eager, x))
-    same(seen[ours], seen[eager])
-    report = fusedckpt.fuse(ours)
-    assert "recipes: results of cheap functions are made again in backward\n" in f"{report}\n"
-    with torch.autograd.graph.save_on_cpu():
-        same(step(ours, x)[1:2], step(eager, x)[1:2])
-    assert "not in the last call: saved-tensor hooks of other code" in str(report)
-    assert not tracker.active()
-
-
-def test_no_grad_compile_and_transforms():
-    eager, x = net("encoder")
-    eager.eval()
-    ours = with_recipes(eager)
-    with torch.no_grad():
-        assert torch.equal(ours(x), eager(x))
-    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
-    same(step(ours, x, compiled), step(eager, x, torch.compile(eager, backend="aot_eager")))
-    grads = [torch.func.grad(lambda x, m=m: m(x).sum())(x) for m in (ours, eager)]
-    assert torch.equal(*grads)
-
-
-def test_a_compiled_module_inside():
-    eager, x = net("encoder")
-    eager.eval()
-    expected = step(eager, x)
-    ours = with_recipes(eager)
-    ours[1] = torch.compile(ours[1], backend="aot_eager")
-    torch.testing.assert_close(step(ours, x)[:2], expected[:2])
-
-
 def test_beside_fused_layers():
     """Fused layers save recipes of their inputs, and functions those of fused norms' results."""
     for name in ("diffusion", "encoder", "rotary"):
@@ -497,50 +205,6 @@ def test_small_tensors_run_as_they_are(monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 1 << 20)
     eager, x = net("residual")
     assert saved_bytes(with_recipes(eager), x) == saved_bytes(eager, x)
-
-
-def test_the_random_state_of_a_dropout():
-    """Gradients see the mask of the forward, whatever is drawn in between."""
-    eager, x = net("encoder")
-    results = []
-    for model in (with_recipes(eager), eager):
-        torch.manual_seed(3)
-        inputs = [x.clone().requires_grad_(), *model.parameters()]
-        y = model(inputs[0]).square().mean()
-        torch.manual_seed(99)
-        torch.rand(7)
-        results.append([*torch.autograd.grad(y, inputs), torch.rand(1)])
-    same(*results)
-
-
-def test_the_mask_of_a_dropout():
-    """A device's dropout saves its mask, which makes the result again."""
-    x = torch.randn(5, 7)
-    y, mask = torch.native_dropout(x, 0.3, True)
-    assert torch.equal(dropouts.masked(1 / 0.7, x, mask), y)
-
-
-@forced_path("aten")
-def on_a_rank(rank: int) -> None:
-    recipe_mode.FLOOR_BYTES = 0
-    mesh = init_device_mesh("cpu", (2,))
-    for name in ("residual", "diffusion", "encoder"):
-        eager, x = net(name, torch.float32)
-        x = x + rank
-        ours = with_recipes(eager)
-        pairs = [DistributedDataParallel(copy.deepcopy(m)) for m in (ours, eager)]
-        same(*[step(m, x) for m in pairs])
-        for model in (ours, eager):
-            for part in (*model, model):
-                fully_shard(part, mesh=mesh).set_force_sum_reduction_for_comms(True)
-        results = [step(m, x) for m in (ours, eager)]
-        for a, b in zip(*results, strict=True):
-            assert torch.equal(*[getattr(t, "_local_tensor", t) for t in (a, b)])
-
-
-def test_on_two_ranks(tmp_path):
-    """DDP, and FSDP2 of each block, which gathers parameters for a block's own backward alone."""
-    run_ranks(on_a_rank, tmp_path)
 
 
 class Attention(nn.Module):
