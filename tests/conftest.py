@@ -7,6 +7,8 @@ import tempfile
 import pytest
 import torch
 
+# what is imported and collected stays
+gc.disable()
 # before triton is imported, which fixes it for the process
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -45,13 +47,31 @@ def pytest_configure(config):
 
 
 def pytest_collection_finish():
-    """Collect garbage less often, and not among the million objects that were imported."""
+    """Collect no garbage among the million objects that were imported: see `garbage`.
+
+    Steps of two plans are not compared time after time.
+    """
     from torch._dynamo import guards
 
+    from fusedckpt.planning import trials
+
+    trials._SECONDS = 0.0
     # each compilation flushes the CPU's caches for it, in 50 ms
     guards.profile_guard_manager = lambda *args: 0.0
     gc.freeze()
-    gc.set_threshold(700, 10, 100)
+    gc.enable()
+    gc.set_threshold(100_000, 20, 1000)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage():
+    """Collect what a file of tests leaves, and never look again at what outlives it.
+
+    That is imports, compiled graphs and caches.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -12,9 +12,8 @@ from fusedckpt.autograd.dispatch import forced_path
 
 @pytest.fixture(scope="module")
 def aten():
-    """Kernels, fuse's check and times of plans have tests of their own, and would take long."""
+    """Kernels and fuse's check have tests of their own, and would take long."""
     with forced_path("aten"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fusedckpt.planning.trials._SECONDS", 0.0)
         patch.setattr("fusedckpt.fusing.verification.difference", lambda *args: None)
         yield
 
