@@ -70,11 +70,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 NOTES = (
-    "saved: for backward, with results that a selective checkpoint keeps; budget, predicted:",
-    "activation budget and predicted peak of a plan;",
-    "recomputed: FLOPs of the recomputation, relative to the forward; ms: forward and backward;",
-    "error: of all gradients against float64, relative to the first row's; MiB per ms: reduction",
-    "of the peak per extra millisecond; diff.: largest difference of a loss from the first row's",
+    "ms: of forward and backward",
+    "error: of all gradients against float64, relative to the first row's",
+    "saved: for backward, with results that a selective checkpoint keeps",
+    "budget, predicted: activation budget and predicted peak of a plan",
+    "recomputed: FLOPs of the recomputation, relative to the forward's",
+    "MiB per ms: reduction of the peak per extra millisecond",
+    "diff.: largest difference of a loss from the first row's",
 )
 
 

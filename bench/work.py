@@ -31,6 +31,11 @@ _ALLOCATIONS = frozenset(
 )
 
 
+def flop_counter() -> FlopCounterMode:
+    """Return torch's counter, for attention and grouped GEMMs on a CPU, too."""
+    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+
+
 class StepWork(NamedTuple):
     """The work of a run."""
 
@@ -42,11 +47,7 @@ class StepWork(NamedTuple):
 
 def work_of(run: Callable[[], object]) -> StepWork:
     """Return the work of `run()`."""
-    with (
-        _parts_of_layers(),
-        FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter,
-        _Written() as writes,
-    ):
+    with _parts_of_layers(), flop_counter() as counter, _Written() as writes:
         run()
     return StepWork(counter.get_total_flops(), writes.num_elements)
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
 
 import fusedckpt
 from bench.models import dequantise
+from bench.work import flop_counter
 from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
 from fusedckpt.reporting.trial import trial
@@ -130,7 +130,7 @@ class Workload(NamedTuple):
 
     def flops(self, run: Callable[..., Any], backward: bool = True) -> int:
         """Return the FLOPs of forward and backward, or of the forward alone."""
-        with trial(StepOf(run, self.model)), FlopCounterMode(display=False) as counter:
+        with trial(StepOf(run, self.model)), flop_counter() as counter:
             if backward:
                 self.backward(run)
             else:
