@@ -28,32 +28,38 @@ TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
 class Modulation(NamedTuple):
     """Operands of a norm that is modulated."""
 
-    # [M, N], adjacent columns
+    # the input of the norm [M, N], adjacent columns
     x: Tensor
-    # of the norm [N], None where absent
+    # the weight of the norm [N], None where absent
     weight: Tensor | None
+    # the bias of the norm [N], None where absent
     bias: Tensor | None
-    # [S, N], a row for each sample, adjacent columns; None where absent
+    # multiplies the norm's result: [S, N], a row for each sample, adjacent columns; or None
     factor: Tensor | None
+    # added to that: [S, N], a row for each sample, adjacent columns; or None
     shift: Tensor | None
-    # the result [M, N]
+    # the result [M, N], contiguous
     y: Tensor
-    # elements between the rows of x, factor and shift
+    # elements between the rows of x
     stride_xm: int
+    # elements between the rows of factor, 0 where it is absent
     stride_fm: int
+    # elements between the rows of shift, 0 where it is absent
     stride_sm: int
 
 
 class Channels(NamedTuple):
     """Operands of a norm over channels of x, from its statistics."""
 
-    # [N, C, L], contiguous or channels last
+    # the input of the norm [N, C, L], contiguous or channels last
     x: Tensor
     # float32 or x's dtype, one for each group of each sample, or one for each channel
     mean: Tensor
+    # 1 / sqrt(variance + eps), likewise
     rstd: Tensor
-    # of the norm [C], None where absent
+    # the weight of the norm [C], None where absent
     weight: Tensor | None
+    # the bias of the norm [C], None where absent
     bias: Tensor | None
     # added before the activation, laid out as x; None where absent
     residual: Tensor | None
@@ -67,11 +73,13 @@ class GatePlaces(NamedTuple):
     place(i) = i // span * stride + i // step % width
     """
 
-    # elements of the result that share a row of the gate, and between rows of the gate
+    # elements of the result that share a row of the gate
     span: int
+    # elements between the rows of the gate
     stride: int
-    # adjacent elements that share a number of the gate, and numbers in a row of it
+    # adjacent elements of the result that share a number of the gate
     step: int
+    # numbers in a row of the gate
     width: int
 
 
@@ -79,7 +87,7 @@ class GatePlaces(NamedTuple):
 def modulated_norm_kernel(
     t, m, n, rows, eps, LAYER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """One tile of rows of `t`, a Modulation; rows: how many a sample has."""
+    """Compute one tile of rows of `t`, a Modulation; rows: how many a sample has."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     sample = rm // rows
@@ -114,7 +122,7 @@ def channel_norm_kernel(
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Some elements of `t`, Channels; LAST: whether channels lie last in memory.
+    """Compute some elements of `t`, Channels; LAST: whether channels lie last in memory.
 
     groups: statistics of a sample, 0 where all samples share them; size: channels of a group.
     """
@@ -141,7 +149,7 @@ def channel_norm_kernel(
 def gated_sum_kernel(
     residual, branch, gate, y, numel, span, stride, step, width, BLOCK: tl.constexpr
 ):
-    """Some elements of residual + gate * branch, with the gate at the places of GatePlaces."""
+    """Compute some elements of residual + gate * branch; span to width: see GatePlaces."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = i < numel
     product = load(branch + i, mask) * load(gate + i // span * stride + i // step % width, mask)

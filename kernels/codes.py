@@ -87,6 +87,7 @@ def coded_act_kernel(
     C2: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute part of a row of h = act(z), and its codes; C0 to C2: the boundaries."""
     quarter, row, rn = part_of_row(n, BLOCK)
     packed = tl.zeros((BLOCK,), tl.int32)
     for i in tl.static_range(4):
@@ -113,6 +114,7 @@ def coded_grad_kernel(
     S3: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute part of a row of dz from dh and the codes; S0 to S3: the slopes."""
     quarter, row, rn = part_of_row(n, BLOCK)
     packed = tl.load(codes + row * quarter + rn, rn < quarter, 0).to(tl.int32)
     for i in tl.static_range(4):

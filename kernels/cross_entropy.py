@@ -34,7 +34,7 @@ class LogitRule(NamedTuple):
     entropy: bool = False
 
 
-class Rows(NamedTuple):
+class LogitRows(NamedTuple):
     """Operands of a pass over rows of logits."""
 
     # the outputs of the linear [M, N]
@@ -88,7 +88,7 @@ def row_statistics(u, n, scale, softcap, sharpness, ENTROPY: tl.constexpr, BLOCK
 def cross_entropy_kernel(
     t, n, ignored, scale, softcap, sharpness, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row of `t`, a Rows: its statistics; or dz, written over u where they are one tensor."""
+    """Compute the statistics of one row of `t`, LogitRows; or its dz, which may be its u."""
     row = tl.program_id(0).to(tl.int64)
     u = t.u + row * n
     target = tl.load(t.target + row)
@@ -102,7 +102,7 @@ def cross_entropy_kernel(
         tl.store(t.y + row * 4 + column, tl.where(is_counted, y, 0.0))
     else:
         dy = tl.load(t.dy + row * 4 + column)
-        d_own = tl.sum(tl.where(column == 0, dy, 0.0))
+        d_target = tl.sum(tl.where(column == 0, dy, 0.0))
         d_lse = tl.sum(tl.where(column == 1, dy, 0.0))
         d_mean = tl.sum(tl.where(column == 2, dy, 0.0))
         d_entropy = tl.sum(tl.where(column == 3, dy, 0.0))
@@ -111,14 +111,16 @@ def cross_entropy_kernel(
             z, slope = bounded(load(u + rn, rn < n), scale, softcap)
             logp = z * sharpness - lse
             p = tl.exp(logp)
-            dz = p * (d_lse - d_own - d_mean) + d_mean / n + tl.where(rn == target, d_own, 0.0)
+            dz = (
+                p * (d_lse - d_target - d_mean) + d_mean / n + tl.where(rn == target, d_target, 0.0)
+            )
             if ENTROPY:
                 dz -= p * (tl.where(p == 0.0, 0.0, logp) + entropy) * d_entropy
             dz = tl.where(is_counted, dz * slope * sharpness, 0.0)
             store(t.dz + row * n + rn, dz, rn < n)
 
 
-def launch(rows: Rows, rule: LogitRule) -> None:
+def launch(rows: LogitRows, rule: LogitRule) -> None:
     """Run the kernel on every row."""
     m, n = rows.u.shape
     numbers = rule.ignore_index, rule.scale, rule.softcap, rule.sharpness
@@ -140,7 +142,7 @@ def statistics(u: Tensor, target: Tensor, rule: LogitRule, kernel: str) -> Tenso
         for rows in row_blocks(u):
             y[rows] = eager_statistics(u[rows], target[rows, None], rule)
     elif u.shape[0]:
-        launch(Rows(u.contiguous(), target, y, None, None), rule)
+        launch(LogitRows(u.contiguous(), target, y, None, None), rule)
     return y
 
 
@@ -171,15 +173,15 @@ def statistics_grad(
     dz = torch.empty_like(u, memory_format=torch.contiguous_format) if dz is None else dz
     if kernel != "aten":
         if u.shape[0]:
-            launch(Rows(u.contiguous(), target, None, dy, dz), rule)
+            launch(LogitRows(u.contiguous(), target, None, dy, dz), rule)
         return dz
     for rows in row_blocks(u):
         value, slope = logits(u[rows], rule)
         counted = (target[rows] != rule.ignore_index)[:, None]
         # of a mean of no tokens the gradient is infinite, and NaN times zero
-        d_own, d_lse, d_mean, d_entropy = dy[rows].masked_fill(~counted, 0.0).split(1, 1)
+        d_target, d_lse, d_mean, d_entropy = dy[rows].masked_fill(~counted, 0.0).split(1, 1)
         p = torch.log_softmax(value, 1).exp_()
-        share = d_lse - d_own - d_mean
+        share = d_lse - d_target - d_mean
         if rule.entropy:
             # - p log p, 0 where p is
             terms = torch.special.entr(p)
@@ -187,7 +189,7 @@ def statistics_grad(
             p.mul_(share).addcmul_(terms, d_entropy)
         else:
             p.mul_(share)
-        p.add_(d_mean / max(u.shape[1], 1)).scatter_add_(1, target[rows, None] * counted, d_own)
+        p.add_(d_mean / max(u.shape[1], 1)).scatter_add_(1, target[rows, None] * counted, d_target)
         dz[rows] = p.mul_(slope)
     return dz
 

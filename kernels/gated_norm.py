@@ -52,35 +52,49 @@ class GatedNormRule(NamedTuple):
 class GatedNormOperands(NamedTuple):
     """Operands of a norm with a gate: matrices [M, N], the weight [N] or None."""
 
+    # the input
     x: Tensor
+    # the gate, before its activation
     gate: Tensor
+    # multiplies the normalised rows, after the offset is added to it
     weight: Tensor | None
     # the result, contiguous
     y: Tensor
-    # elements between the rows of x, of the gate and of y
+    # elements between the rows of x
     stride_xm: int
+    # elements between the rows of the gate
     stride_gm: int
+    # elements between the rows of the result
     stride_ym: int
 
 
 class GatedNormGrad(NamedTuple):
-    """Operands of the gradient of a norm with a gate; the gradients that it writes are contiguous.
+    """Operands of the gradient of a norm with a gate: matrices [M, N], the weight [N] or None.
 
-    Those that are not wanted are None.
+    The gradients that it writes are contiguous; one that is not wanted is None.
     """
 
+    # the gradient of the result
     dy: Tensor
+    # the input
     x: Tensor
+    # the gate, before its activation
     gate: Tensor
+    # multiplies the normalised rows, after the offset is added to it
     weight: Tensor | None
+    # the gradient of x
     dx: Tensor | None
+    # the gradient of the gate
     dgate: Tensor | None
-    # sums over each program's rows [programs, N], float32
+    # sums of the weight's gradient over each program's rows [programs, N], float32
     dw: Tensor | None
-    # elements between the rows of dy, x, the gate and all results
+    # elements between the rows of dy
     stride_dym: int
+    # elements between the rows of x
     stride_xm: int
+    # elements between the rows of the gate
     stride_gm: int
+    # elements between the rows of each gradient: N
     width: int
 
 
@@ -97,7 +111,7 @@ def gated_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Some rows of one group of `t`, GatedNormOperands; n: the columns of a group."""
+    """Compute some rows of one group of `t`, GatedNormOperands; n: the columns of a group."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = rm < m
     first = tl.program_id(1) * n
@@ -129,9 +143,9 @@ def gated_norm_kernel(
 def read_grad(
     t, rm, first, rn, mask, n, offset, ACTIVATION: tl.constexpr, GATES_FIRST: tl.constexpr
 ):
-    """Return a tile of x, the gate, its activation, the rows normalised, and two gradients.
+    """Return a tile of x, the gate, its activation, and of the rows that are normalised.
 
-    These are the gradients of the result before a later gate, and of the normalised rows.
+    Then two gradients: of the scaled rows, before a later gate, and of the normalised rows.
     """
     x = load(t.x + rm * t.stride_xm + first + rn, mask)
     gate = load(t.gate + rm * t.stride_gm + first + rn, mask)
@@ -161,7 +175,7 @@ def gated_norm_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Each program takes every so many-th tile of rows of one group, and has a row of dw."""
+    """Compute the gradients of some tiles of rows of one group, and their sums in a row of dw."""
     first = tl.program_id(1) * n
     for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
@@ -170,9 +184,11 @@ def gated_norm_grad_kernel(
         for start in range(0, n, BLOCK_N):
             rn = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rm < m) & (rn < n)
-            tiles = read_grad(t, rm, first, rn, mask, n, offset, ACTIVATION, GATES_FIRST)
-            squares += tiles[3] * tiles[3]
-            products += tiles[3] * tiles[5]
+            _, _, _, row, _, dxhat = read_grad(
+                t, rm, first, rn, mask, n, offset, ACTIVATION, GATES_FIRST
+            )
+            squares += row * row
+            products += row * dxhat
         square, product, _ = row_sums(squares, products, None)
         rstd = inverse_std(square / n, eps, rm < m)
         share = product / n * rstd

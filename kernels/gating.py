@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS, aten, sigmoids
-from .routed import Route, as_rows, blocks_of_rows, of_rows, of_slots, per_token
+from .routed import Route, as_rows, blocks_of_rows, per_token, scores_by_row, scores_by_slot
 from .runtime import is_exact, load, store, tl, triton
 
 # a warp covers a row of it, 8 elements a thread
@@ -43,6 +43,7 @@ Gating = str | ClampedSwiGLU
 class GateRule(NamedTuple):
     """A gating as kernels take it: an activation's function, or the numbers of a ClampedSwiGLU."""
 
+    # a device function of ACTIVATIONS; None for a ClampedSwiGLU
     activation: Any
     alpha: float | None = None
     limit: float | None = None
@@ -225,7 +226,7 @@ def gated(z: Tensor, u: Tensor | None, scores: Tensor, route: Route, gating: Gat
     if route.runs_triton:
         _launch_gate(z, gate, up, scores, route, h, gating)
         return per_token(h, route)
-    s = of_rows(scores, route)
+    s = scores_by_row(scores, route)
     for rows in blocks_of_rows(gate):
         value, factor = _value(*_wide(gate[rows], up[rows]), gating)
         torch.mul(value.mul_(factor), s[rows], out=h[rows])
@@ -283,7 +284,7 @@ def gated_grad(
         operands = *_pair(zs, *pair), hs, *_pair(dzs, *grads), dscores
         _launch_gate_grad(dhs, scores, GateGrad(*operands, route.ends, zs.stride(0)), route, gating)
         return h, dz, du, dscores
-    s = of_rows(scores, route)
+    s = scores_by_row(scores, route)
     ds = s.new_empty(s.shape, dtype=wide)
     for rows in blocks_of_rows(dhs):
         grad, gate, up = _wide(dhs[rows], *[t[rows] for t in pair])
@@ -296,7 +297,7 @@ def gated_grad(
         if hs is not None:
             torch.mul(product, s[rows], out=hs[rows])
         _write_grads(grad, value, factor, gate, up, gating, (grads[0][rows], grads[1][rows]))
-    return h, dz, du, of_slots(ds, route) if needs[1] else None
+    return h, dz, du, scores_by_slot(ds, route) if needs[1] else None
 
 
 def _launch_gate_grad(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .grouped_gemm import clear_unused, grouped_gemm, grouped_grad
 from .products import add_product
-from .routed import Route, as_rows, blocks_of_rows, of_rows, of_slots, per_token
+from .routed import Route, as_rows, blocks_of_rows, per_token, scores_by_row, scores_by_slot
 
 
 def product(
@@ -35,7 +35,7 @@ def product(
     else:
         y = rows.new_empty(len(rows), weight.shape[2]) if total is None else as_rows(total, route)
     if route.kernel == "triton":
-        vector = None if scores is None else of_rows(scores, route).contiguous()
+        vector = None if scores is None else scores_by_row(scores, route).contiguous()
         expert_bias = None if bias is None else bias.contiguous()
         grouped_gemm(rows, weight, route.ends, y, expert_bias, vector, total is not None)
         return per_token(y, route)
@@ -47,13 +47,15 @@ def product(
         if total is None:
             y[route.count :] = 0
     if bias is not None:
-        s = None if scores is None else of_rows(scores, route)
-        for part, expert_bias in _of_experts(bias, route, y):
+        s = None if scores is None else scores_by_row(scores, route)
+        for part, expert_bias in _vectors_of_experts(bias, route, y):
             y[part] += expert_bias if s is None else s[part] * expert_bias
     return per_token(y, route)
 
 
-def _of_experts(vectors: Tensor, route: Route, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _vectors_of_experts(
+    vectors: Tensor, route: Route, rows: Tensor
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of rows with the vectors [E, N] of their experts, zeros of no expert's."""
     if route.pieces is not None:
         yield from ((part, vectors[expert]) for expert, part in route.pieces)
@@ -109,7 +111,7 @@ def weight_sum(total: Tensor | None, a: Tensor, b: Tensor, route: Route) -> Tens
 def bias_grad(dy: Tensor, route: Route, scores: Tensor | None = None) -> Tensor:
     """Return the sums over each expert's rows of dy, times their scores if given, [E, N]."""
     rows = as_rows(dy, route)
-    s = None if scores is None else of_rows(scores, route)
+    s = None if scores is None else scores_by_row(scores, route)
     wide = torch.promote_types(dy.dtype, torch.float32)
     if route.pieces is None:
         # a kernel's product, with rows of 16 bytes; it knows the experts' rows without waiting
@@ -126,6 +128,6 @@ def bias_scores_grad(dy: Tensor, bias: Tensor, route: Route) -> Tensor:
     """Return the gradient of the scores [T, K] that multiply biases."""
     rows = as_rows(dy, route)
     dscores = rows.new_zeros(len(rows), 1, dtype=torch.promote_types(dy.dtype, torch.float32))
-    for part, expert_bias in _of_experts(bias, route, rows):
+    for part, expert_bias in _vectors_of_experts(bias, route, rows):
         torch.sum(rows[part] * expert_bias.to(dscores.dtype), 1, True, out=dscores[part])
-    return of_slots(dscores, route)
+    return scores_by_slot(dscores, route)

@@ -72,11 +72,11 @@ def store_zeros(y, rows, columns, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.const
 def expert_of(tile, ends, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.constexpr):
     """Return the expert of a tile of rows, num_experts or more for none, and its first tile."""
     experts = tl.arange(0, EXPERTS)
-    is_one = experts < num_experts
-    begins = tl.load(ends + experts - 1, is_one & (experts > 0), 0)
-    tiles = tl.cdiv(tl.load(ends + experts, is_one, 0) - begins, BLOCK_M)
+    is_expert = experts < num_experts
+    begins = tl.load(ends + experts - 1, is_expert & (experts > 0), 0)
+    tiles = tl.cdiv(tl.load(ends + experts, is_expert, 0) - begins, BLOCK_M)
     # of the experts after the last, begins is 0
-    tiles = tl.where(is_one, tiles, 0)
+    tiles = tl.where(is_expert, tiles, 0)
     expert = tl.sum((tl.cumsum(tiles, 0) <= tile).to(tl.int32), 0)
     return expert, tl.sum(tl.where(experts < expert, tiles, 0), 0)
 

@@ -22,6 +22,7 @@ TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
 
 @triton.jit
 def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute some elements of h = act(z), times up where that is given; see `act_into`."""
     tile = tl.program_id(0)
     row_z = 0
     row_h = 0
@@ -122,6 +123,7 @@ HIDDEN_GRAD = load_hidden, store_hidden_grad
 def act_grad_kernel(
     dh, stride_dh, out, m, n, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Compute one tile of `out`, HiddenGrad, from its tile of dh."""
     tiles_n = tl.cdiv(n, BLOCK_N)
     tile_m = (tl.program_id(0) // tiles_n).to(tl.int64)
     rm = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)

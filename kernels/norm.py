@@ -36,14 +36,15 @@ BESIDE_TILES = 2048
 
 
 class NormRule(NamedTuple):
-    """The formula of a norm: y = xhat * (offset + weight) + bias.
+    """The formula of a norm: y = xhat * (offset + weight) + bias."""
 
-    `kind` is "rms" or "layer"; cast "llama" rounds xhat to x's dtype before the weight.
-    """
-
+    # "rms" or "layer"
     kind: str
+    # added to the mean square, or to the variance
     eps: float
+    # added to the weight
     offset: float = 0.0
+    # "llama" rounds xhat to x's dtype before the weight
     cast: str = "torch"
 
     @property

@@ -138,7 +138,10 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """One tile of rows of `t`: every load is issued before the first reduction waits."""
+    """Normalise one tile of rows of `t`, NormOperands.
+
+    Every load is issued before the first reduction waits.
+    """
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)
@@ -196,9 +199,9 @@ def norm_grad_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Each program takes every so many-th row tile and keeps its share of dw, db in registers.
+    """Compute dx of the row tiles of this program, and its sums of dw and db in registers.
 
-    A tile's loads are under way while the tiles before it are worked on.
+    `t` is a NormGrad. A tile's loads are under way while the tiles before it are worked on.
     """
     rn = tl.arange(0, BLOCK_N)[None, :]
     if t.weight is not None:
@@ -262,6 +265,7 @@ def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.conste
 def wide_norm_kernel(
     t, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
+    """Normalise one row of `t`, NormOperands, in chunks of columns."""
     rm = tl.program_id(0).to(tl.int64)
     x = t.x + rm * t.stride_xm
     residual = t.residual
@@ -297,7 +301,7 @@ def read_dxhat(dy, weight, offset, rn, mask):
 def wide_dx_kernel(
     t, stats, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
+    """Compute one row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
     rm = tl.program_id(0).to(tl.int64)
     x = t.x + rm * t.stride_xm
     dy = t.dy + rm * t.stride_dym
@@ -336,7 +340,7 @@ def wide_dw_kernel(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A column tile's share of dw and db over every so many-th row tile."""
+    """Sum dw and db of some columns over the row tiles of this program."""
     rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dw_sum = tl.zeros((BLOCK_N,), tl.float32)
     db_sum = tl.zeros((BLOCK_N,), tl.float32)

@@ -31,6 +31,7 @@ def store_summed(out, sums, offsets, value, mask, rn, n, tile_m):
 def sum_partials_kernel(
     first, second, total, second_total, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
+    """Sum some columns of `first` into `total`, and of `second` into `second_total`."""
     rn = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     partials = (first, second)
     totals = (total, second_total)

@@ -260,12 +260,12 @@ def cleared(rows: Tensor, route: Route) -> Tensor:
     return rows.masked_fill_(foreign[:, None], 0)
 
 
-def of_rows(scores: Tensor, route: Route) -> Tensor:
+def scores_by_row(scores: Tensor, route: Route) -> Tensor:
     """Return the score of every row, as a column."""
     return scores.reshape(-1)[route.order, None]
 
 
-def of_slots(rows: Tensor, route: Route) -> Tensor:
+def scores_by_slot(rows: Tensor, route: Route) -> Tensor:
     """Return a column of numbers as [T, K], with zeros for the rows of no expert."""
     return cleared(rows, route)[route.places, 0]
 

@@ -162,7 +162,11 @@ class Grouped(Op):
         rows = routed.as_rows(x, route)
         y = _products(rows, weight if self.is_transposed else weight.mT, route)
         if bias is not None:
-            s = rows.new_ones(len(rows), 1) if scores is None else routed.of_rows(scores, route)
+            s = (
+                rows.new_ones(len(rows), 1)
+                if scores is None
+                else routed.scores_by_row(scores, route)
+            )
             wide = torch.promote_types(s.dtype, y.dtype)
             y = y + _products(s.to(wide), bias[:, None].to(wide), route).to(y.dtype)
         return routed.per_token(y, route)
@@ -250,4 +254,4 @@ class Gated(Op):
         rows = [routed.as_rows(z, route) for z in zs]
         gate, up = gating.gate_and_up(rows[0], None if self.is_packed else rows[1], self.gating)
         h = eager.gated(gate, up, self.gating)
-        return routed.per_token((h * routed.of_rows(scores, route)).to(h.dtype), route)
+        return routed.per_token((h * routed.scores_by_row(scores, route)).to(h.dtype), route)

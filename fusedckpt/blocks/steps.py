@@ -20,9 +20,9 @@ from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantised import QuantisedWeight
 from fusedckpt.blocks.writer import Writer
-from fusedckpt.kernels import aten
 from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels import norm as triton_norm
+from fusedckpt.kernels import norm as norm_triton
+from fusedckpt.kernels import norm_aten
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import add_product, wide_product
 from fusedckpt.kernels.runtime import column_sums
@@ -50,7 +50,7 @@ class Norm(Op):
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y, and the sum where a residual is read."""
         x, residual = reads if len(reads) > 1 else (*reads, None)
-        fn = aten.norm if self.kernel == "aten" else triton_norm.norm
+        fn = norm_aten.norm if self.kernel == "aten" else norm_triton.norm
         return code.items(code.call(fn, x, residual, *params, self.rule, self.dtype), len(reads))
 
     def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
@@ -59,7 +59,7 @@ class Norm(Op):
             return {"p1": code.call(column_sums, grad.dy)}
         slots = ("r0", "p0", "p1")
         needs = tuple([slot in grad.gives for slot in slots])
-        fn = aten.norm_grad if self.kernel == "aten" else triton_norm.norm_grad
+        fn = norm_aten.norm_grad if self.kernel == "aten" else norm_triton.norm_grad
         x = grad.reads["r0"]
         weight = grad.reads.get("p0")
         node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, self.sums)

@@ -80,9 +80,9 @@ def norm_grad(
     rounds = rule.cast == "llama" and x.dtype != wide
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw = db = None
-    # RMSNorm of such rows is computed in dx alone: twice as many fit
-    alone = rule.kind == "rms" and x.dtype == wide
-    for block in row_blocks(x[:, ::2] if alone else x):
+    # an RMSNorm of such rows needs no temporary besides dx: twice as many rows fit
+    is_in_place = rule.kind == "rms" and x.dtype == wide
+    for block in row_blocks(x[:, ::2] if is_in_place else x):
         dout = dy[block].to(wide)
         place = None if dx is None else in_place(dx, block, wide)
         row, xhat, rstd = normalise(x[block].to(wide), rule, place)
