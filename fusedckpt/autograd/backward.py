@@ -32,7 +32,7 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
     saved = list(ctx.saved_tensors)
     if ctx.recall is not None:
         # GEMM outputs come last
-        saved[ctx.num_given :] = ctx.recall(saved[ctx.num_given :])
+        saved[ctx.first_product :] = ctx.recall(saved[ctx.first_product :])
     if torch.compiler.is_compiling() or is_batch(dys) or present[0].device.type == "meta":
         return needs, saved, False
     # hooks may have handed out tensors of any class
@@ -105,15 +105,15 @@ def one_by_one(run: Callable[..., Sequence[Any]], dys: Sequence[Tensor | None]) 
 
 
 def donating(
-    ctx: Any, extras: Sequence[Tensor | None], dy: Tensor, compute: Callable[[bool], Any]
+    ctx: Any, products: Sequence[Tensor | None], dy: Tensor, compute: Callable[[bool], Any]
 ) -> Any:
-    """Return compute(donates); where `donates`, it may write over the extras.
+    """Return compute(donates); where `donates`, it may write over the products.
 
     Not if the graph is retained, hooks may have returned shared tensors, or gradients are batched.
     A later reader, such as a backward repeated after a failure, raises by their version.
     """
-    is_ours = ctx.owns_extras and not torch.compiler.is_compiling()
-    owned = [t for t in extras if t is not None] if is_ours else []
+    is_ours = ctx.owns_products and not torch.compiler.is_compiling()
+    owned = [t for t in products if t is not None] if is_ours else []
     donates = len(owned) > 0 and not (
         private.keeps_graph() or private.are_transforms_active() or is_batch((dy,))
     )
@@ -121,9 +121,9 @@ def donating(
         # before a byte is written: autograd then refuses to hand them out again
         torch.autograd.graph.increment_version(owned)
     result = compute(donates)
-    for extra in owned:
+    for product in owned:
         # after the last read, and for readers through hooks, where autograd does not look
-        if extra._version != donates:
+        if product._version != donates:
             raise RuntimeError(
                 "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
                 "through a layer more than once, pass retain_graph=True to each but the last"

@@ -53,12 +53,17 @@ def saving(level: str) -> Iterator[None]:
 
 def resolve(name: str, save: str | None, default: str, levels: tuple[str, ...]) -> str:
     """Return the level of a call: its argument, else `saving`'s, else the default."""
-    return chosen(name, (save, override.level, default), levels)
+    return level_of(name, save, override.level, default, levels)
 
 
-def chosen(name: str, wishes: tuple[str | None, str | None, str], levels: tuple[str, ...]) -> str:
-    """Return the level of a call from its argument, `saving` and default, which is checked too."""
-    save, override, default = wishes
+def level_of(
+    name: str, save: str | None, override: str | None, default: str, levels: tuple[str, ...]
+) -> str:
+    """Return the level of a call: its argument, else the override, else the default.
+
+    name: the function or class, for errors; override: the level of `saving`; levels: those that the
+    layer has; it takes any other override as "inputs".
+    """
     if save is not None:
         check(name, save, levels)
         return save

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,82 +21,92 @@ from torch.autograd.graph import saved_tensors_hooks
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks
 
-# shape and dtype of a tensor that a layer may keep; None where the layer has no such tensor
+# shape and dtype of a product, a GEMM output that a layer may save; None where backward reads none
 ProductMeta = tuple[Sequence[int], torch.dtype] | None
 ProductMetas = Sequence[ProductMeta]
 Tensors = Sequence[Tensor | None]
 
 
-class SavePhase:
-    """A phase in which saved tensors go through hooks: a layer saves the tensors of its level.
+class PhaseLevels(NamedTuple):
+    """The save levels of every layer in a phase of a checkpoint."""
 
-    These are tensors that it was given, and extras: GEMM outputs that its backward can recompute,
-    and write over where no hooks may have passed them on. levels: the level with the extras that
-    backward can count on, and that at which forward computes them; None for the layer's own level.
+    # the level of the products that backward can count on
+    counted: str
+    # the level of the products that the forward computes
+    computed: str
+
+
+class SavePhase:
+    """A phase in which saved tensors go through hooks.
+
+    A layer saves its operands, and products: GEMM outputs that its backward can recompute.
     """
 
+    # whether it is a recompute
     recomputes = False
-    owns_extras = False
-    levels: tuple[str, str] | None = None
+    # whether backward may write over the products: no other code has got them by a hook
+    owns_products = False
+    # None for the layer's own level
+    levels: PhaseLevels | None = None
 
     def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
-        """Take note of the tensors that the layer is about to save, before it computes anything."""
+        """Note the operands that the layer is about to save, before it computes anything."""
 
     def save(
         self,
         ctx: Any,
         name: str,
         tensors: Tensors,
-        extras: Tensors = (),
+        products: Tensors = (),
         product_metas: ProductMetas = (),
     ) -> None:
-        """Keep tensors on an autograd Function's ctx; `backward.begin` returns them."""
-        ctx.save_for_backward(*tensors, *extras)
+        """Save operands and products on an autograd Function's ctx; `backward.begin` reads them."""
+        ctx.save_for_backward(*tensors, *products)
         ctx.recall = None
-        ctx.num_given = len(tensors)
-        ctx.owns_extras = self.owns_extras
+        ctx.first_product = len(tensors)
+        ctx.owns_products = self.owns_products
 
 
 class _ReentrantRecompute(SavePhase):
     """The recompute of a reentrant checkpoint: its own graph runs next."""
 
-    recomputes = owns_extras = True
-    levels = "preact", "preact"
+    recomputes = owns_products = True
+    levels = PhaseLevels("preact", "preact")
 
 
 class _Stock(SavePhase):
     """torch's non-reentrant checkpoint, which matches saved tensors by position and metadata."""
 
-    def __init__(self, level: str):
-        self.levels = "inputs", level
-        self.recomputes = level == "preact"
+    def __init__(self, levels: PhaseLevels):
+        self.levels = levels
+        self.recomputes = levels.computed == "preact"
 
     def save(
         self,
         ctx: Any,
         name: str,
         tensors: Tensors,
-        extras: Tensors = (),
+        products: Tensors = (),
         product_metas: ProductMetas = (),
     ) -> None:
         device = next((t.device for t in tensors if t is not None), None)
-        standing = (
-            extra if extra is not None or meta is None else _placeholder(*meta, device)
-            for extra, meta in zip(fitting(extras, product_metas), product_metas, strict=True)
+        matched = (
+            product if product is not None or meta is None else _placeholder(*meta, device)
+            for product, meta in zip(fitting(products, product_metas), product_metas, strict=True)
         )
-        super().save(ctx, name, tensors, list(standing))
+        super().save(ctx, name, tensors, list(matched))
         ctx.recall = _without_placeholders
 
 
 class _StockRecompute(_Stock):
-    """Its recompute, which ends with the last tensor that it is given.
+    """The recompute of torch's non-reentrant checkpoint, which ends with the last saved tensor.
 
-    A layer whose tensors are the last gives them before it computes anything; its backward then
-    makes the extras that it reads.
+    The layer with the last tensors passes them before it computes anything; its backward then makes
+    the products that it reads.
     """
 
     def __init__(self, pack: Callable[[Tensor], Any]):
-        super().__init__("preact")
+        super().__init__(_STOCK_RECOMPUTE_LEVELS)
         self.pack = pack
 
     def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
@@ -108,9 +118,10 @@ class _StockRecompute(_Stock):
                 self.pack(tensor)
 
 
+_STOCK_RECOMPUTE_LEVELS = PhaseLevels("inputs", "preact")
 _HOOKED = SavePhase()
 _REENTRANT = _ReentrantRecompute()
-_STOCK_FORWARD = _Stock("inputs")
+_STOCK_FORWARD = _Stock(PhaseLevels("inputs", "inputs"))
 
 
 def current() -> SavePhase | None:
@@ -136,7 +147,7 @@ def current() -> SavePhase | None:
 
 @contextmanager
 def outside_hooks_of(owner: SavePhase) -> Iterator[None]:
-    """Remove hooks on saved tensors meanwhile: the innermost ones, down to those of a phase."""
+    """Remove the hooks on saved tensors inside: the innermost ones, down to those of a phase."""
     removed: list[Hooks] = []
     while (hooks := private.top_hooks()) is not None:
         removed.append(hooks)
@@ -152,7 +163,7 @@ def outside_hooks_of(owner: SavePhase) -> Iterator[None]:
 
 @contextmanager
 def uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
-    """Remove hooks that only count, and yield a function that counts a tensor as they would."""
+    """Remove hooks that only count inside, and yield a function that counts a tensor for them."""
     removed: list[Hooks] = []
     while (hooks := private.top_hooks()) is not None and only_count(hooks):
         removed.append(hooks)
@@ -191,10 +202,10 @@ pack_hook: Callable[[Any], Callable[[Tensor], Any]] = (
 
 
 def default_stock(around: Hooks | None) -> str:
-    """Return "checkpoint" in the forward of torch's non-reentrant checkpoint, "" elsewhere.
+    """Return "checkpoint" in the forward of torch's non-reentrant checkpoint without options.
 
-    The checkpoint has no options, and the hooks `around` are right around it; or save_on_cpu's are
-    between both: then "offload".
+    The hooks `around` must be the next ones around it. "offload" where save_on_cpu's are between
+    both; "" elsewhere.
     """
     hooks = private.top_hooks()
     if hooks is None or private.stock_phase(hooks[0]) != "forward":
@@ -232,15 +243,15 @@ def phase_of_layer() -> SavePhase | None:
 
 
 def only_count(hooks: Hooks | None) -> bool:
-    """Whether hooks hand on the tensors they are given, and only count them; as no hooks do."""
+    """Whether hooks count saved tensors and return them as they are, or there are no hooks."""
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
-def fitting(extras: Tensors, product_metas: ProductMetas) -> list[Tensor | None]:
-    """Return the extras, None for one that selective checkpointing did not recompute."""
+def fitting(products: Tensors, product_metas: ProductMetas) -> list[Tensor | None]:
+    """Return the products, None for one that selective checkpointing did not recompute."""
     return [
-        None if meta is None or extra is None or extra.shape != torch.Size(meta[0]) else extra
-        for extra, meta in zip(extras, product_metas, strict=True)
+        None if meta is None or product is None or product.shape != torch.Size(meta[0]) else product
+        for product, meta in zip(products, product_metas, strict=True)
     ]
 
 
@@ -253,8 +264,8 @@ def _placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device 
     return tensor
 
 
-def _without_placeholders(extras: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _without_placeholders(products: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [
         None if t is None or t.untyped_storage().nbytes() < t.numel() * t.element_size() else t
-        for t in extras
+        for t in products
     ]

@@ -26,12 +26,12 @@ from fusedckpt.blocks.late import WeightRead, hand_over
 from fusedckpt.blocks.layer import Layer
 from fusedckpt.blocks.operands import (
     LinearNames,
-    Parts,
+    LinearParts,
     adapters_of,
     are_adapted,
     flat,
-    refilled,
-    taken_apart,
+    parts_of_linears,
+    with_values,
 )
 from fusedckpt.blocks.writer import Flags, Schedule
 
@@ -59,19 +59,19 @@ class Block(torch.autograd.Function):
         results = compute(call, saved.forward, tensors)
         to_save = inputs + list(map(results.__getitem__, saved.results)) + params
         # a selective checkpoint's recompute finds what its forward made, and no products
-        extras = [results[i] if 0 <= i < len(results) else None for i in saved.product_places]
+        products = [results[i] if 0 <= i < len(results) else None for i in saved.product_places]
         if phase is None:
-            ctx.save_for_backward(*to_save, *extras)
+            ctx.save_for_backward(*to_save, *products)
             ctx.recall = None
-            ctx.owns_extras = True
+            ctx.owns_products = True
         else:
-            phase.save(ctx, call.name, to_save, extras, saved.product_metas)
+            phase.save(ctx, call.name, to_save, products, saved.product_metas)
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.saved = saved
         ctx.quantised = quantised
         ctx.is_free = phase is None
-        ctx.num_given = len(to_save)
+        ctx.first_product = len(to_save)
         ctx.for_second_derivatives = None
         if saved.for_second_derivatives:
             # gradients do not read them, second derivatives do
@@ -93,7 +93,7 @@ class Block(torch.autograd.Function):
             return (None,) * (2 + len(call.metas))
         flags, tensors, is_unwatched = begun
         wanted = tuple(flags[2:])
-        products = tensors[ctx.num_given :]
+        products = tensors[ctx.first_product :]
         values = dict(zip(ctx.saved.names, tensors, strict=True))
         if ctx.quantised:
             values |= ctx.quantised
@@ -169,7 +169,7 @@ def run_linears(
     tensors = list(chain.from_iterable(linears))
     dense = tensors
     if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
-        described, tensors, dense = _taken_apart(layer, x, between, linears)
+        described, tensors, dense = _operands_of(layer, x, between, linears)
     call, phase, _ = dispatch.decide(described, x, *between, *dense)
     if call is None:
         return None if layer.is_module else layer.reference(x, between, linears)
@@ -193,13 +193,13 @@ class Operands(NamedTuple):
     dense: list[Any]
 
 
-def _taken_apart(
+def _operands_of(
     layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Operands:
     """Return the operands of linears of which some are adapted or quantised."""
     names = layer.linears.names
     layer.check(levels.override.level)
-    parts = taken_apart(layer.name, names, linears, layer.num_seeds)
+    parts = parts_of_linears(layer.name, names, linears, layer.num_seeds)
     operands = _adapted(layer, names, parts)
     if names != PACKED:
         return operands
@@ -211,14 +211,16 @@ def _taken_apart(
     return _adapted(layer, GATED, [gate_up.half(0), gate_up.half(1), down])
 
 
-def _adapted(layer: Layer, names: tuple[LinearNames, ...], parts: Sequence[Parts]) -> Operands:
+def _adapted(
+    layer: Layer, names: tuple[LinearNames, ...], parts: Sequence[LinearParts]
+) -> Operands:
     """Return a layer whose record describes the parts of its linears, and their tensors."""
-    described = list[Parts]()
+    described = list[LinearParts]()
     tensors = list[Any]()
     dense = list[Any]()
     for linear in parts:
         meta = Meta(*linear.weight[:3]) if linear.is_quantised else None
-        described.append(refilled(linear._replace(weight=meta), itertools.repeat(None)))
+        described.append(with_values(linear._replace(weight=meta), itertools.repeat(None)))
         tensors += flat(linear)
         dense += flat(linear._replace(weight=None) if linear.is_quantised else linear)
     return Operands(layer._replace(linears=Linears(names, tuple(described))), tensors, dense)

@@ -9,7 +9,7 @@ import torch
 
 from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks.call import BlockCall, Layout
-from fusedckpt.blocks.operands import LinearNames, Parts, flat, refilled
+from fusedckpt.blocks.operands import LinearNames, LinearParts, flat, with_values
 from fusedckpt.blocks.program import Program, ProgramStep
 from fusedckpt.blocks.steps import Dropout, Gemm, Norm
 
@@ -37,7 +37,7 @@ class Linears(NamedTuple):
     """
 
     names: tuple[LinearNames, ...]
-    parts: tuple[Parts, ...] = ()
+    parts: tuple[LinearParts, ...] = ()
 
     @property
     def function(self) -> str:
@@ -60,11 +60,11 @@ class Linears(NamedTuple):
                 operands += [Operand(f"{key}.{name}") for _ in parts.adapters for name in "AB"]
         return tuple(operands)
 
-    def of(self, metas: Sequence[Any]) -> list[Parts]:
+    def of(self, metas: Sequence[Any]) -> list[LinearParts]:
         """Return the linears with the metas of their tensors."""
         values = iter(metas)
-        bare = self.parts or [Parts(None, None)] * len(self.names)
-        return [refilled(parts, values) for parts in bare]
+        bare = self.parts or [LinearParts(None, None)] * len(self.names)
+        return [with_values(parts, values) for parts in bare]
 
 
 def _numbered(i: int) -> LinearNames:
@@ -83,16 +83,22 @@ def numbered(count: int) -> tuple[LinearNames, ...]:
 
 
 class Builder:
-    """Collects a program's steps and parameters; dtype: that linears multiply in."""
+    """Collects the steps and parameters of a program; `build` makes the call of it."""
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
+        # that linears multiply in
         self.dtype = dtype
         self.steps: list[ProgramStep] = []
+        # names of the parameters
         self.params: list[str] = []
+        # how kernels take each parameter
         self.layouts: list[Layout] = []
+        # shape, dtype and device of each parameter, None for an absent one
         self.metas: list[Any] = []
+        # numbers of the parameters that are quantised weights
         self.quantised_params: list[int] = []
+        # how many dropouts draw from seeds of the call
         self.num_seeds = 0
 
     def param(self, name: str, layout: Layout, meta: Any) -> int | None:
@@ -118,7 +124,7 @@ class Builder:
         pairs = (("norm.weight", weight), ("norm.bias", bias))
         return self.add(op, out, (reads,), [self.param(k, Layout(1), t) for k, t in pairs])
 
-    def linear(self, names: LinearNames, parts: Parts, num_dims: int = 2) -> tuple[Any, ...]:
+    def linear(self, names: LinearNames, parts: LinearParts, num_dims: int = 2) -> tuple[Any, ...]:
         """Add the parameters of a linear layer: its weight, bias, and pairs of adapters.
 
         num_dims: of the weight; adapters of experts, three, multiply in its dtype, as peft's do.
@@ -170,7 +176,7 @@ class Builder:
         self.num_seeds = max(self.num_seeds, seed + 1)
         return self.add(Dropout(p, seed, dtype), out, (read,), ("seeds",))
 
-    def call(
+    def build(
         self,
         name: str,
         inputs: dict[str, Any],
@@ -179,9 +185,10 @@ class Builder:
         casts: bool = False,
         **options: Any,
     ) -> BlockCall:
-        """Return a call of the program; inputs: metas by name; fields: fields of the program.
+        """Return a call of the program that was built. Seeds are its last parameter.
 
-        casts: whether x is cast to the dtype of the linears first. Seeds are the last parameter.
+        inputs: metas by name; results: names of values; fields: fields of the `Program`; casts:
+        whether x is cast to the dtype of the linears first; options: of the `BlockCall`.
         """
         if casts and inputs["x"].dtype != self.dtype:
             options["input_dtype"] = self.dtype
@@ -200,6 +207,6 @@ class Builder:
         return BlockCall(name, program, tuple(self.layouts), metas, **options)
 
 
-def flat_of(linears: Sequence[Parts]) -> list[Any]:
+def flat_of(linears: Sequence[LinearParts]) -> list[Any]:
     """Return the metas of the linears' tensors, with quantised weights in their places."""
     return [meta for parts in linears for meta in flat(parts)]

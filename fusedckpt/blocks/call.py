@@ -11,6 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.phases import PhaseLevels
 from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.steps import Norm
@@ -42,9 +43,11 @@ _numbers = itertools.count()
 class Product(NamedTuple):
     """A GEMM output that a save level may keep."""
 
-    # of the value
+    # the name of the value
     name: str
+    # as the call returns it, leading dimensions included
     shape: tuple[int, ...]
+    # of the value
     dtype: torch.dtype
     # whether a backward reads it where it is saved; a checkpoint counts on such a product
     is_read: bool
@@ -161,22 +164,22 @@ class BlockCall:
         count = len(self.program.gemm_outputs)
         return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
 
-    def saved(self, needs: Flags, levels: tuple[str, str] | None) -> SavePlan:
+    def saved(self, needs: Flags, levels: PhaseLevels | None) -> SavePlan:
         """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
             if levels is None:
-                levels = self.level, self.level
+                levels = PhaseLevels(self.level, self.level)
             elif self.level_in_checkpoint is not None:
-                levels = self.level_in_checkpoint, self.level_in_checkpoint
-            self._saved[key] = self._planned(needs, *levels)
+                levels = PhaseLevels(self.level_in_checkpoint, self.level_in_checkpoint)
+            self._saved[key] = self._planned(needs, levels)
         return self._saved[key]
 
-    def _planned(self, needs: Flags, counted: str, computed: str) -> SavePlan:
-        """Return what is saved; levels: that backward counts on, and that the forward computes."""
+    def _planned(self, needs: Flags, levels: PhaseLevels) -> SavePlan:
+        """Plan the tensors to save."""
         is_read = self._read_products(needs)
-        counts = [a and b for a, b in zip(self.flags_of(counted), is_read, strict=True)]
-        computes = [a and b for a, b in zip(self.flags_of(computed), is_read, strict=True)]
+        counts = [a and b for a, b in zip(self.flags_of(levels.counted), is_read, strict=True)]
+        computes = [a and b for a, b in zip(self.flags_of(levels.computed), is_read, strict=True)]
         forward = self.forward(tuple(computes))
         backward = self._with(needs, tuple(counts))
         places = self._places(forward, backward)

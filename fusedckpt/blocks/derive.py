@@ -1,9 +1,12 @@
 """The schedules of a block, derived from its program, the wanted gradients and the saved tensors.
 
-For the backward the steps are walked back; values that are not given are recomputed. Rules that
+For the backward the steps are walked back; values that are not saved are recomputed. Rules that
 involve more than one step stand here:
 
-- A weight gradient that reads a recomputed value waits for the pass that makes the value anyway.
+- A weight gradient that reads a recomputed value waits for the pass that makes the value anyway:
+  of x -> gate, up -> h -> y, the gradient of the down weight reads h, which the pass of the hidden
+  layer makes beside the gradients of gate and up. So it comes after that pass, though y is the last
+  step, and h is not made twice.
 - The gradient of a bias comes from the pass that makes the gradient it sums, where that can.
 - A gradient that passes a step unchanged, such as a residual's, is not copied; it is added when the
   value's other gradients are complete.
@@ -23,8 +26,8 @@ from fusedckpt.blocks.steps import Add, Hidden, Norm
 from fusedckpt.blocks.writer import Flags, Schedule, Writer, label_of
 
 
-class Walk(Writer):
-    """The walk back through a program."""
+class BackwardWriter(Writer):
+    """Writes the backward of a program: walks its steps back, one pass after the other."""
 
     def __init__(
         self, program: Program, wanted: Flags, saved: frozenset[str], dys: Flags, chunked: bool
@@ -33,47 +36,49 @@ class Walk(Writer):
         self.saved = saved
         self.wanted = wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
-        # gradients of values: those that passes gave, and those that passed a step unchanged
+        # the gradients of values that passes gave
         self.grads: dict[str, Node] = {}
+        # the gradients of values that passed a step unchanged
         self.totals: dict[str, Node] = {}
-        for name, is_given in zip(program.results, dys, strict=True):
-            if is_given:
-                self.totals[name] = self.given("dy", name)
+        for name, has_dy in zip(program.results, dys, strict=True):
+            if has_dy:
+                self.totals[name] = self.argument("dy", name)
         # values with a gradient that is wanted, or leads to one that is
         self.flows = {n for n, want in zip(program.inputs, wanted, strict=False) if want}
         for step in program.steps:
             if self.flows & set(step.reads) or any(map(self.wants_param, step.params)):
                 self.flows.add(step.out)
-        self.sums: dict[int, Node] = {}
+        # the gradients of parameters, by number
+        self.param_grads: dict[int, Node] = {}
 
     def wants_param(self, number: int | None) -> bool:
         """Whether the gradient of a parameter is wanted."""
         return number is not None and self.wanted[number]
 
-    def wants(self, step: ProgramStep) -> tuple[str, ...]:
+    def wanted_slots(self, step: ProgramStep) -> tuple[str, ...]:
         """Return the slots of a step with wanted gradients."""
         reads = [f"r{i}" for i, name in enumerate(step.reads) if name in self.flows]
         params = [f"p{i}" for i, p in enumerate(step.params) if self.wants_param(p)]
         return (*reads, *params)
 
     def run(self) -> None:
-        """Walk back; a weight gradient waits for the pass that makes its input."""
+        """Walk back and write each pass; a weight gradient waits for its input to be made."""
         waiting: list[tuple[ProgramStep, Pass, Node]] = []
         for step in reversed(self.program.steps):
             if step.out not in self.flows or not self.has_gradient(step.out):
                 continue
-            wants = self.wants(step)
+            wants = self.wanted_slots(step)
             dy = self.gradient(step.out)
             passes_of_step = step.op.passes(wants)
             for slot in set(wants).difference(*[step_pass.gives for step_pass in passes_of_step]):
-                # it is that of y
+                # no pass gives it: it is the gradient of y
                 self.totals[step.at(slot)] = dy
             due: list[tuple[ProgramStep, Pass, Node]] = []
             for step_pass in passes_of_step:
                 if step_pass.gives[0][0] == "p":
-                    if self.sums.keys() >= set(map(step.at, step_pass.gives)):
+                    if self.param_grads.keys() >= set(map(step.at, step_pass.gives)):
                         continue
-                    if any(self.comes(step.at(slot)) for slot in step_pass.reads):
+                    if any(self.is_made_later(step.at(slot)) for slot in step_pass.reads):
                         waiting.append((step, step_pass, dy))
                         continue
                 if step.op.recomputes:
@@ -81,20 +86,20 @@ class Walk(Writer):
                     waiting = []
                     if due:
                         step_pass = step_pass._replace(gives=(*step_pass.gives, "y"))
-                self.emit(step, step_pass, dy)
+                self.write_pass(step, step_pass, dy)
             for entry in due:
-                self.emit(*entry)
+                self.write_pass(*entry)
         for entry in waiting:
-            self.emit(*entry)
+            self.write_pass(*entry)
 
-    def comes(self, value: Any) -> bool:
+    def is_made_later(self, value: Any) -> bool:
         """Whether a pass yet to run makes a value, or the values that it is recomputed from."""
         step = self.makers.get(value)
         if step is None or value in self.nodes or value in self.saved:
             return False
-        if step.op.recomputes and any(slot[0] == "r" for slot in self.wants(step)):
+        if step.op.recomputes and any(slot[0] == "r" for slot in self.wanted_slots(step)):
             return True
-        return any(map(self.comes, step.reads))
+        return any(map(self.is_made_later, step.reads))
 
     def has_gradient(self, value: str) -> bool:
         """Whether a result's gradient led here."""
@@ -116,26 +121,26 @@ class Walk(Writer):
         self.grads[value] = grad
         return grad
 
-    def need(self, value: str) -> Node:
-        """Return a value that is given, or recompute it."""
+    def value_of(self, value: str) -> Node:
+        """Return the node of a value: a saved one, or one that is recomputed here."""
         if value in self.nodes:
             return self.nodes[value]
         if value not in self.makers or value in self.saved:
-            self.keep(value, self.given("value", value))
+            self.note_value(value, self.argument("value", value))
             return self.nodes[value]
         step = self.makers[value]
         for name in step.reads:
-            self.need(name)
-        self.make(step)
+            self.value_of(name)
+        self.write_forward(step)
         return self.nodes[value]
 
-    def emit(self, step: ProgramStep, step_pass: Pass, dy: Node) -> None:
+    def write_pass(self, step: ProgramStep, step_pass: Pass, dy: Node) -> None:
         """Write a pass."""
         if step_pass.gives[0] in ("r0", "p0"):
             self.count_gemm(step)
-        for slot, node in step.op.backward(self, self.given_to(step, step_pass, dy)).items():
+        for slot, node in step.op.backward(self, self.operands_of(step, step_pass, dy)).items():
             if slot == "y":
-                self.keep(step.out, node)
+                self.note_value(step.out, node)
             elif slot[0] == "r":
                 value = step.at(slot)
                 if node.meta["dtype"] is None:
@@ -144,17 +149,17 @@ class Walk(Writer):
                 self.grads[value] = node
             else:
                 bias = self.bias_of(step.at(f"r{slot[1]}")) if slot[0] == "b" else None
-                self.add(step.at(slot) if bias is None else bias, node)
+                self.note_param_grad(step.at(slot) if bias is None else bias, node)
 
-    def given_to(self, step: ProgramStep, step_pass: Pass, dy: Node) -> Gradient:
-        """Return the tensors that a pass reads."""
+    def operands_of(self, step: ProgramStep, step_pass: Pass, dy: Node) -> Gradient:
+        """Return the nodes that a pass reads."""
         op = step.op
         reads = dict[str, Node]()
         weight: Any = None
         kernel = getattr(op, "kernel", "") if op.recomputes else ""
         if kernel == "fused" and not (step.reads[0] in self.nodes or step.reads[0] in self.saved):
             maker = self.makers[step.reads[0]]
-            reads["x"] = self.need(maker.reads[0])
+            reads["x"] = self.value_of(maker.reads[0])
             (weight, bias) = self.params(maker)
             self.count_gemm(maker)
             if bias is not None:
@@ -163,11 +168,13 @@ class Walk(Writer):
             for slot in step_pass.reads:
                 at = step.at(slot)
                 if at is not None:
-                    reads[slot] = self.given("param", at) if slot[0] == "p" else self.need(at)
+                    reads[slot] = (
+                        self.argument("param", at) if slot[0] == "p" else self.value_of(at)
+                    )
         if "r0" in reads:
             reads["r0"] = self.cast(reads["r0"], op.read_dtype)
         if self.chunked and step_pass.gives == ("p0",):
-            reads["sum"] = self.given("sum", step.params[0])
+            reads["sum"] = self.argument("sum", step.params[0])
         if kernel == "hybrid" and dy.target is torch.mm:
             # the kernel multiplies itself
             gemm = dy
@@ -189,14 +196,14 @@ class Walk(Writer):
             maker = self.makers.get(maker.reads[1])
         return maker.params[1] if maker is not None and maker.op.has_gemm else None
 
-    def add(self, number: Any, node: Node) -> None:
-        """Note a parameter's gradient; of chunks, add it to that so far."""
+    def note_param_grad(self, number: Any, node: Node) -> None:
+        """Note a parameter's gradient; of a chunk, added to that of the earlier chunks."""
         label = label_of("dy", self.program.params[number])
         if self.chunked and node.target not in passes.SUMS:
             node._rename(f"{label}_part")
-            node = self.call(passes.sum_of, self.given("sum", number), node)
+            node = self.call(passes.sum_of, self.argument("sum", number), node)
         node._rename(label)
-        self.sums[number] = node
+        self.param_grads[number] = node
 
 
 @lru_cache(maxsize=4096)
@@ -214,13 +221,14 @@ def backward_schedule(
     gradient; donates: whether it may write over the products; chunked: for chunks of rows.
     """
     kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
-    walk = Walk(program, wanted, frozenset((*kept, *program.saved_results)), dys, chunked)
+    saved = frozenset((*kept, *program.saved_results))
+    walk = BackwardWriter(program, wanted, saved, dys, chunked)
     walk.run()
     flags = zip(program.inputs, wanted, strict=False)
     dxs = [
         walk.gradient(name) if want and walk.has_gradient(name) else None for name, want in flags
     ]
-    outputs = [*dxs, *[walk.sums.get(number) for number in range(len(program.params))]]
+    outputs = [*dxs, *[walk.param_grads.get(number) for number in range(len(program.params))]]
     results = [None if node is None else True for node in outputs]
     donated = {walk.nodes[name] for name in kept if donates and name in walk.nodes}
     return walk.compiled(outputs, results, donated, flows=frozenset(walk.flows))
@@ -230,14 +238,14 @@ def backward_schedule(
 def forward_schedule(program: Program, products: Flags, chunked: bool = False) -> Schedule:
     """Derive a forward that returns the results and the products that are flagged.
 
-    chunked: for chunks of rows, which belong in places of all rows.
+    chunked: for chunks of rows, whose results are written into tensors of all rows.
     """
     writer = Writer(program, chunked)
     steps = list(program.steps)
     kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
     names = (*program.results, *kept)
     for name in program.inputs:
-        writer.keep(name, writer.given("value", name))
+        writer.note_value(name, writer.argument("value", name))
     while steps:
         step = steps.pop(0)
         after = steps[0] if steps and steps[0].reads == (step.out,) else None
@@ -253,11 +261,11 @@ def forward_schedule(program: Program, products: Flags, chunked: bool = False) -
             else:
                 nodes = after.op.with_gemm(writer, reads[0], params, step.out in names)
             for name, node in zip((after.out, step.out), nodes, strict=True):
-                writer.keep(name, node)
+                writer.note_value(name, node)
         else:
-            writer.make(step)
+            writer.write_forward(step)
     outputs = [writer.nodes[name] for name in names]
-    return writer.compiled(outputs, names, homes=names if chunked else ())
+    return writer.compiled(outputs, names, buffers=names if chunked else ())
 
 
 def _is_fused(op: Any) -> bool:

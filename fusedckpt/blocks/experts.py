@@ -19,7 +19,7 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, flat_of
-from fusedckpt.blocks.operands import LoRA, taken_apart
+from fusedckpt.blocks.operands import LoRA, parts_of_linears
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.quantised import QuantisedWeight, quantised
 from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, RouteRows
@@ -74,9 +74,9 @@ class ExpertOptions(NamedTuple):
 
     def check(self, override: str | None) -> tuple[Gating, str]:
         """Return gating and save level; refuse invalid options."""
-        level = levels.chosen(self.caller, (self.save, override, self.default), LEVELS)
+        level = levels.level_of(self.caller, self.save, override, self.default, LEVELS)
         arguments.flag(self.caller, "is_transposed", self.is_transposed)
-        validate.block(self.caller, False, self.chunks)
+        validate.check_block_options(self.caller, False, self.chunks)
         if not isinstance(self.gating, ClampedSwiGLU):
             return validate.activation(self.caller, self.gating), level
         for key in ("alpha", "limit", "offset"):
@@ -104,17 +104,17 @@ class ExpertOptions(NamedTuple):
         self._steps(b, gating, x, index, linears, is_late=is_late)
         fields = {"gemm_outputs": self.products, "top_k": index.shape[-1]}
         level = level if context.grad else "inputs"
-        return b.call("experts", inputs, ["y"], fields, casts=True, level=level, chunks=chunks)
+        return b.build("experts", inputs, ["y"], fields, casts=True, level=level, chunks=chunks)
 
     def _check(self, context: Context, x: Any, index: Any, scores: Any, linears: Any) -> None:
         """Refuse tensors that do not fit each other."""
         name = self.name
         floating = [operand for operand in self.operands if operand.name != "index"]
-        validate.tensors(name, floating, (x, scores, *flat_of(linears)))
-        validate.integers(name, "index", index, x, _INTEGERS)
+        validate.check_tensors(name, floating, (x, scores, *flat_of(linears)))
+        validate.check_integers(name, "index", index, x, _INTEGERS)
         leads = list(x.shape[:-1])
         if not x.shape or list(index.shape[:-1]) != leads or 0 in index.shape[-1:]:
-            expected = validate.listed([*leads, "K"])
+            expected = validate.shape_text([*leads, "K"])
             got = list(index.shape)
             raise ValueError(f"{name}: index must be {expected}, K at least 1, got {got}")
         validate.check_shape(name, "scores", scores, *index.shape)
@@ -132,7 +132,7 @@ class ExpertOptions(NamedTuple):
             validate.check_shape(name, key, parts.weight, down[0], *turned, beside=sizes)
             validate.check_shape(name, names.bias, parts.bias, down[0], n)
             weight = None if parts.is_quantised else parts.weight
-            validate.dtypes(name, context, dtype, {key: weight, names.bias: parts.bias})
+            validate.check_dtypes(name, context, dtype, {key: weight, names.bias: parts.bias})
             for a, b in parts.adapters:
                 rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
                 validate.check_shape(name, f"{key}.A", a, down[0], *self._turned((rank, k)))
@@ -217,7 +217,7 @@ class ExpertOptions(NamedTuple):
         )
         b = Builder(context, context.compute_dtype(x.dtype))
         (gating, _) = self.check(None)
-        linears = taken_apart(self.name, self.linears.names, pairs, 0)
+        linears = parts_of_linears(self.name, self.linears.names, pairs, 0)
         if torch.compiler.is_compiling():
             # for adapted ones nothing was decided
             whole = self._replace(linears=Linears(self.linears.names, tuple(linears)))

@@ -103,7 +103,7 @@ class GatedNormOptions(NamedTuple):
 
     def check(self, override: str | None, weight: Any = True) -> str:
         """Return the activation; refuse options that mean nothing."""
-        validate.norm_rule(
+        validate.check_norm(
             self.name, NormSpec("rms", weight, None, self.eps, self.offset, self.cast)
         )
         arguments.integer(self.name, "groups", self.groups, 1)
@@ -130,7 +130,7 @@ class GatedNormOptions(NamedTuple):
         name = self.name
         activation = self.check(context.level, weight)
         (width,) = self.sizes()
-        validate.tensors(name, self.operands, (x, gate, weight))
+        validate.check_tensors(name, self.operands, (x, gate, weight))
         if not x.shape or x.shape[-1] != width:
             raise ValueError(f"{name}: x must end in [{width}], got {list(x.shape)}")
         validate.check_shape(name, "gate", gate, *x.shape, must="must have the shape of x,")
@@ -147,7 +147,7 @@ class GatedNormOptions(NamedTuple):
         builder = Builder(context, x.dtype)
         number = builder.param("weight", Layout(1), weight)
         y = builder.add(GatedNorm(rule, dtype, sums, kernel), "y", ("x", "gate"), (number,))
-        return builder.call(name, {"x": x, "gate": gate}, [y], {})
+        return builder.build(name, {"x": x, "gate": gate}, [y], {})
 
     def sizes(self) -> tuple[int]:
         """Return the one size that is normalised; refuse others."""

@@ -101,7 +101,7 @@ class HeadOptions(NamedTuple):
         arguments.integer(name, "ignore_index", rule.ignore_index, least=-(2**63))
         if self.chunks is not None:
             arguments.integer(name, "chunks", self.chunks, 1)
-        return levels.chosen(name, (self.save, override, "inputs"), LEVELS)
+        return levels.level_of(name, self.save, override, "inputs", LEVELS)
 
     def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
         """Return the statistics by torch's own ops; norm: the target alone."""
@@ -119,12 +119,12 @@ class HeadOptions(NamedTuple):
         level = self.check(context.level)
         name = self.name
         linears = self.linears.of(metas)
-        validate.tensors(name, (Operand("x"), *self.linears.operands), (x, *flat_of(linears)))
+        validate.check_tensors(name, (Operand("x"), *self.linears.operands), (x, *flat_of(linears)))
         by_names = dict(zip(LINEAR, linears, strict=True))
-        validate.linears(name, x, by_names, None, 1, adds=False)
+        validate.check_linears(name, x, by_names, None, 1, adds=False)
         self._check(x, target)
         dtype = context.compute_dtype(x.dtype)
-        validate.multiplied(name, context, dtype, by_names)
+        validate.check_multiplied(name, context, dtype, by_names)
         if context.reference_only:
             return None
         b = Builder(context, dtype)
@@ -146,10 +146,10 @@ class HeadOptions(NamedTuple):
             "casts": True,
         }
         fields = {"dtype": dtype, "gemm_outputs": ("z",)}
-        return b.call(name, {"x": x, "target": target}, ["y"], fields, **how)
+        return b.build(name, {"x": x, "target": target}, ["y"], fields, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:
-        validate.integers(self.name, "target", target, x, (torch.int64,))
+        validate.check_integers(self.name, "target", target, x, (torch.int64,))
         # with a last dimension where it is run
         if tuple(target.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
             raise ValueError(

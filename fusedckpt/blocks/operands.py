@@ -109,7 +109,7 @@ class Constants(NamedTuple):
     seed: int | None
 
 
-class Parts(NamedTuple):
+class LinearParts(NamedTuple):
     """A linear layer taken apart: its tensors, or a value about each in its place."""
 
     # without its adapters
@@ -123,7 +123,7 @@ class Parts(NamedTuple):
     # whether the weight is a record that dequantises, or the Meta of one
     is_quantised: bool = False
 
-    def half(self, index: int) -> Parts:
+    def half(self, index: int) -> LinearParts:
         """Return the linear of the first or second half of the outputs; as views."""
 
         def rows(t: Any) -> Any:
@@ -135,7 +135,9 @@ class Parts(NamedTuple):
         return self._replace(weight=rows(self.weight), bias=rows(self.bias), adapters=adapters)
 
 
-def linear_parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]) -> Parts:
+def linear_parts_of(
+    name: str, key: str, weight: Any, bias: Any, seeds: Iterator[int]
+) -> LinearParts:
     """Take a weight apart, numbering its dropouts; refuse constants that mean nothing."""
     adapters = []
     constants = []
@@ -150,7 +152,7 @@ def linear_parts_of(name: str, key: str, weight: Any, bias: Any, seeds: Iterator
     if base is not None:
         source = f"{key}.dense" if base is weight else f"dequantise({key})"
         weight = base.checked(name, key, source)
-    return Parts(weight, bias, tuple(adapters), tuple(constants), base is not None)
+    return LinearParts(weight, bias, tuple(adapters), tuple(constants), base is not None)
 
 
 def adapters_of(weight: Any) -> list[LoRA]:
@@ -168,12 +170,12 @@ def count_dropouts(weights: Sequence[Any], *dropouts: float) -> int:
     return count + sum(lora.dropout > 0 for weight in weights for lora in adapters_of(weight))
 
 
-def flat(parts: Parts) -> list[Any]:
+def flat(parts: LinearParts) -> list[Any]:
     """Return weight, bias, and A and B of every adapter."""
     return [parts.weight, parts.bias, *(t for pair in parts.adapters for t in pair)]
 
 
-def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
+def with_values(parts: LinearParts, values: Iterator[Any]) -> LinearParts:
     """Return the parts with the next of an iterator's values in the order of `flat`.
 
     A quantised weight stays: its value is None.
@@ -185,12 +187,12 @@ def refilled(parts: Parts, values: Iterator[Any]) -> Parts:
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 
 
-def taken_apart(
+def parts_of_linears(
     name: str,
     names: Sequence[LinearNames],
     linears: Sequence[tuple[Any, Any]],
     num_seeds: int,
-) -> list[Parts]:
+) -> list[LinearParts]:
     """Return pairs of weight and bias taken apart; the first seeds are the call's own."""
     seed = itertools.count(num_seeds)
     pairs = zip(names, linears, strict=True)

@@ -18,7 +18,13 @@ from fusedckpt.autograd.dispatch import Context, Meta, Operand
 from fusedckpt.blocks import eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
-from fusedckpt.blocks.operands import NormSpec, Parts, count_dropouts, norm_rule_of, sums_dtype
+from fusedckpt.blocks.operands import (
+    LinearParts,
+    NormSpec,
+    count_dropouts,
+    norm_rule_of,
+    sums_dtype,
+)
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 
 # of each function: its save levels, and its kernel variant beside "split"
@@ -52,8 +58,8 @@ class BlockOptions(NamedTuple):
     norm: NormSpec | None = None
     # the types in `norm`, as True equals 1
     kinds: tuple[type, ...] = ()
-    # the shape of a module's norm
-    over: Any = None
+    # the `normalized_shape` of a module's norm, None for a function's call
+    normalized_shape: Any = None
     # whether x is added to the result
     residual: bool = False
     # the level of a call, None for the default
@@ -91,9 +97,9 @@ class BlockOptions(NamedTuple):
         """Return activation and save level; refuse invalid options."""
         caller = self.caller
         function = self.linears.function
-        level = levels.chosen(caller, (self.save, override, self.default), LEVELS[function])
+        level = levels.level_of(caller, self.save, override, self.default, LEVELS[function])
         activation = validate.activation(caller, self.activation)
-        validate.block(caller, self.residual, self.chunks)
+        validate.check_block_options(caller, self.residual, self.chunks)
         for key in ("dropout", "output_dropout"):
             arguments.probability(caller, key, getattr(self, key))
         if self.kernel is not None:
@@ -163,20 +169,20 @@ class BlockOptions(NamedTuple):
             if not isinstance(spec, NormSpec):
                 arguments.wrong_type(name, "norm", "a NormSpec", spec)
             spec = spec._replace(weight=norm[0], bias=norm[1])
-            validate.norm_rule(name, spec, "norm.")
-        validate.tensors(name, self.operands, (x, *norm, *flat_of(linears)))
+            validate.check_norm(name, spec, "norm.")
+        validate.check_tensors(name, self.operands, (x, *norm, *flat_of(linears)))
         last = self.linears.last
         halves = 2 if names == PACKED else 1
         by_names = dict(zip(names, linears, strict=True))
-        validate.linears(name, x, by_names, last, halves, adds=bool(self.residual))
+        validate.check_linears(name, x, by_names, last, halves, adds=bool(self.residual))
         dtype = x.dtype
         shape = tuple(x.shape[-1:])
-        if self.over is not None:
-            shape = validate.normalized_shape(name, self.over)
+        if self.normalized_shape is not None:
+            shape = validate.normalized_shape(name, self.normalized_shape)
         if spec is not None:
             dtype = validate.norm_dtype(name, x, spec, shape, context, "norm.")
         dtype = context.compute_dtype(dtype)
-        validate.multiplied(name, context, dtype, by_names)
+        validate.check_multiplied(name, context, dtype, by_names)
         validate.check_kernel(name, self.kernel, x, dtype)
         if context.reference_only:
             return None
@@ -188,7 +194,7 @@ class BlockOptions(NamedTuple):
             "level": level if context.grad else "inputs",
             "chunks": self._chunks(b, x, shape),
         }
-        return b.call(self.linears.function, {"x": x}, **call_options, casts=spec is None)
+        return b.build(self.linears.function, {"x": x}, **call_options, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
         """Return which kernels run: "aten", "split", or the function's other one."""
@@ -210,7 +216,7 @@ class BlockOptions(NamedTuple):
         b: Builder,
         x: Meta,
         spec: NormSpec | None,
-        linears: Sequence[Parts],
+        linears: Sequence[LinearParts],
         hidden: Hidden,
     ) -> dict[str, Any]:
         """Add the steps; return the arguments of the call."""
@@ -260,7 +266,7 @@ class BlockOptions(NamedTuple):
         return self.chunks or run.chunks_for(rows, x.shape[-1], last[1], num, b.dtype.itemsize)
 
 
-def split(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
+def split_norm(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
     """Return a record without its tensors, the types in it, and these tensors."""
     if norm is None:
         return None, (), ()
@@ -305,7 +311,7 @@ class NormOptions(NamedTuple):
         """Refuse options that mean nothing."""
         if self.kind == "layer":
             arguments.number(self.name, "eps", self.eps, 0)
-        validate.norm_rule(self.name, self._spec(weight, None))
+        validate.check_norm(self.name, self._spec(weight, None))
 
     def _spec(self, weight: Any, bias: Any) -> NormSpec:
         return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
@@ -319,7 +325,7 @@ class NormOptions(NamedTuple):
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return dispatch.OWN_FORWARD
-        validate.tensors(name, self.operands, (x, residual, weight, bias))
+        validate.check_tensors(name, self.operands, (x, residual, weight, bias))
         b = Builder(context, x.dtype)
         inputs = {"x": x}
         reads = "x"
@@ -339,4 +345,6 @@ class NormOptions(NamedTuple):
         sums = sums_dtype(x, weight, bias)
         op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
-        return b.call(name, inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)})
+        return b.build(
+            name, inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)}
+        )

@@ -61,8 +61,8 @@ def forward(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Ten
             num_rows = math.prod(x.shape[: -call.num_dims])
             sizes = map(call.described.__getitem__, code.results)
             results = [x.new_empty(num_rows, width, dtype=dtype) for width, dtype in sizes]
-            homes = dict(zip(code.results, results, strict=True))
-            args = _arguments(call, code, operands, homes=homes)
+            buffers = dict(zip(code.results, results, strict=True))
+            args = _arguments(call, code, operands, buffers=buffers)
             for rows in row_chunks(num_rows, call.chunks):
                 code.run(rows.start, *_cut(code, args, rows))
         if x.dim() == 2 and call.num_dims == 1:
@@ -99,7 +99,7 @@ def backward(
             grads = computed(grads)
         if like.dim() == 2 and call.num_dims == 1:
             return grads
-        pairs = zip(code.given, args, strict=True)
+        pairs = zip(code.arguments, args, strict=True)
         whole = {id(arg): dys[results.index(key)] for (kind, key), arg in pairs if kind == "dy"}
         return _shaped(call, like, grads, whole)
 
@@ -109,17 +109,17 @@ def _arguments(
     code: Schedule,
     operands: Mapping[Any, Any],
     dys: Sequence[Tensor | None] = (),
-    homes: Mapping[str, Tensor] | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
 ) -> list[Any]:
     """Return the arguments of a schedule: matrices of rows, parameters as kernels take them."""
     args = []
     program = call.program
     one_row = call.num_dims == 1
-    for kind, key in code.given:
+    for kind, key in code.arguments:
         if kind == "param":
             args.append(call.layouts[key].of(operands[key]))
-        elif kind == "home" and homes is not None:
-            args.append(homes[key])
+        elif kind == "buffer" and buffers is not None:
+            args.append(buffers[key])
         elif kind == "sum":
             args.append(None)
         else:
@@ -135,7 +135,8 @@ def _cut(code: Schedule, args: Sequence[Any], rows: slice) -> Iterator[Any]:
     """Return arguments for a chunk of rows."""
     whole = ("param", "sum")
     return (
-        arg if kind in whole else arg[rows] for (kind, _), arg in zip(code.given, args, strict=True)
+        arg if kind in whole else arg[rows]
+        for (kind, _), arg in zip(code.arguments, args, strict=True)
     )
 
 
@@ -144,7 +145,7 @@ def _backward_in_chunks(
 ) -> list[Tensor | None]:
     """Return the gradients of inputs, on rows; and of parameters, summed over chunks."""
     count = call.num_inputs
-    sums = [(i, count + key) for i, (kind, key) in enumerate(code.given) if kind == "sum"]
+    sums = [(i, count + key) for i, (kind, key) in enumerate(code.arguments) if kind == "sum"]
     grads: list[Any] = [None] * len(code.results)
     for rows in row_chunks(num_rows, call.chunks):
         for i, index in sums:

@@ -16,7 +16,7 @@ from torch.fx import Proxy
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
-from fusedckpt.blocks.operands import LinearNames, NormSpec, Parts, output_dtype, widens_norm
+from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
 
 CASTS = ("torch", "llama", "gemma")
@@ -33,7 +33,7 @@ def activation(name: str, value: Any) -> str:
     return CANONICAL[value]
 
 
-def tensors(name: str, operands: Sequence[Operand], metas: Sequence[Meta | None]) -> None:
+def check_tensors(name: str, operands: Sequence[Operand], metas: Sequence[Meta | None]) -> None:
     """Refuse all but floating-point tensors on one device, and None for one that must be there."""
     device = None
     owner = ""
@@ -58,7 +58,7 @@ def check_dense(name: str, by_name: dict[str, Any]) -> bool:
     is_taken = dispatch.takes_all(name, by_name)
     plain = {key: t for key, t in by_name.items() if dispatch.is_plain(type(t))}
     metas = [Meta(t.shape, t.dtype, t.device) for t in plain.values()]
-    tensors(name, [Operand(key) for key in plain], metas)
+    check_tensors(name, [Operand(key) for key in plain], metas)
     return is_taken
 
 
@@ -67,15 +67,17 @@ def check_shape(
 ) -> None:
     """Refuse a tensor of another shape; None is absent. beside: what the shape follows from."""
     if meta is not None and tuple(meta.shape) != shape:
-        raise ValueError(f"{name}: {key} {must} {listed(shape)}, got {list(meta.shape)}{beside}")
+        raise ValueError(
+            f"{name}: {key} {must} {shape_text(shape)}, got {list(meta.shape)}{beside}"
+        )
 
 
-def listed(shape: Iterable[Any]) -> str:
+def shape_text(shape: Iterable[Any]) -> str:
     """Return a shape as text; a string in it is a free size."""
     return f"[{', '.join(map(str, shape))}]"
 
 
-def integers(name: str, key: str, meta: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
+def check_integers(name: str, key: str, meta: Any, x: Meta, dtypes: Sequence[torch.dtype]) -> None:
     """Refuse all but a tensor of integers on the device of x."""
     if meta is None:
         arguments.wrong_type(name, key, "a tensor", None)
@@ -86,16 +88,16 @@ def integers(name: str, key: str, meta: Any, x: Meta, dtypes: Sequence[torch.dty
         raise ValueError(f"{name}: {key} must be on the device of x, {x.device}, got {meta.device}")
 
 
-def tensor(name: str, key: str, value: Any) -> None:
+def check_tensor(name: str, key: str, value: Any) -> None:
     """Refuse a value that is no tensor, such as None."""
     if not isinstance(value, (Tensor, Proxy)):
         arguments.wrong_type(name, key, "a tensor", value)
 
 
-def linears(
+def check_linears(
     name: str,
     x: Meta,
-    by_names: Mapping[LinearNames, Parts],
+    by_names: Mapping[LinearNames, LinearParts],
     last: LinearNames | None,
     halves: int,
     adds: bool,
@@ -141,7 +143,9 @@ def linears(
         )
 
 
-def dtypes(name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str, Any]) -> None:
+def check_dtypes(
+    name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str, Any]
+) -> None:
     """Refuse tensors that GEMMs in a dtype do not take; autocast casts all but float64."""
     for key, value in by_name.items():
         if value is None or value.dtype == dtype:
@@ -152,13 +156,13 @@ def dtypes(name: str, context: Context, dtype: torch.dtype, by_name: Mapping[str
             )
 
 
-def multiplied(
-    name: str, context: Context, dtype: torch.dtype, by_names: Mapping[LinearNames, Parts]
+def check_multiplied(
+    name: str, context: Context, dtype: torch.dtype, by_names: Mapping[LinearNames, LinearParts]
 ) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for names, parts in by_names.items():
         weight = None if parts.is_quantised else parts.weight
-        dtypes(name, context, dtype, {names.weight: weight, names.bias: parts.bias})
+        check_dtypes(name, context, dtype, {names.weight: weight, names.bias: parts.bias})
     for (key, _), parts in by_names.items():
         n, k = parts.weight.shape
         for a, b in parts.adapters:
@@ -201,7 +205,7 @@ def _listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Iterable) else None
 
 
-def norm_rule(name: str, spec: NormSpec, prefix: str = "") -> None:
+def check_norm(name: str, spec: NormSpec, prefix: str = "") -> None:
     """Refuse a norm that means nothing."""
     choice(name, f"{prefix}kind", spec.kind, ("rms", "layer"))
     if spec.eps is not None:
@@ -236,21 +240,21 @@ def norm_dtype(
     widens = widens_norm(context.autocast, x.device, "layer")
     is_cast = widens and torch.float64 not in (x.dtype, *param_dtypes)
     if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
-        dtypes(name, context._replace(autocast=None), x.dtype, by_name)
+        check_dtypes(name, context._replace(autocast=None), x.dtype, by_name)
     return output_dtype(spec, x, spec.weight, context.autocast)
 
 
-def block(name: str, residual: Any, chunks: Any) -> None:
+def check_block_options(name: str, residual: Any, chunks: Any) -> None:
     """Refuse options of an MLP block."""
     flag(name, "residual", residual)
     if chunks is not None:
         integer(name, "chunks", chunks, 1)
 
 
-def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
+def as_projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
     """Return linears' weights and biases as lists; refuse none, and not as many of both."""
-    weights = several(name, "weights", weights)
-    biases = [None] * len(weights) if biases is None else several(name, "biases", biases)
+    weights = as_list(name, "weights", weights)
+    biases = [None] * len(weights) if biases is None else as_list(name, "biases", biases)
     if not weights:
         raise ValueError(f"{name}: weights must not be empty, got none")
     if len(weights) != len(biases):
@@ -260,7 +264,7 @@ def projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[A
     return weights, biases
 
 
-def several(name: str, key: str, value: Any) -> list[Any]:
+def as_list(name: str, key: str, value: Any) -> list[Any]:
     """Return a sequence of tensors as a list."""
     # a tensor's rows are not meant
     items = None if isinstance(value, (Tensor, str, Mapping)) else _listed(value)

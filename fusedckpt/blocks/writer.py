@@ -20,15 +20,15 @@ Flags = tuple[bool, ...]
 
 
 class Schedule(NamedTuple):
-    """A function of the number of the first row, and of the tensors that `given` lists."""
+    """A function of the number of the first row, and of the tensors that `arguments` lists."""
 
     # the compiled function
     run: Callable[..., tuple[Any, ...]]
     # the calls, in order
     graph: Graph
-    # pairs of a kind and a name or number: "value", "param", "dy", "home" (room where rows of a
-    # result belong), "sum" (the gradient of a parameter so far)
-    given: tuple[tuple[str, Any], ...]
+    # pairs of a kind and a name or number: "value", "param", "dy", "buffer" (a tensor of all rows,
+    # into which a chunk's result is written), "sum" (a parameter's gradient of earlier chunks)
+    arguments: tuple[tuple[str, Any], ...]
     # names of values, or whether each gradient exists
     results: tuple[Any, ...]
     # the number of the weight of every GEMM
@@ -37,18 +37,19 @@ class Schedule(NamedTuple):
     flows: frozenset[str] = frozenset()
 
     def names(self, kind: str) -> tuple[Any, ...]:
-        """Return the names or numbers of one kind among the given tensors."""
-        return tuple([name for key, name in self.given if key == kind])
+        """Return the names or numbers of the arguments of one kind."""
+        return tuple([name for key, name in self.arguments if key == kind])
 
     def __str__(self) -> str:
         return "\n".join(printed.lines(self.graph))
 
 
 class Writer:
-    """A schedule in the making.
+    """Writes a schedule of a program, call by call.
 
-    Nodes carry their dtype, where it is known; the tensors that they may be written over, the best
-    first, by keyword of the call; and the tensor that they are an alias of.
+    The `meta` of a node has its `dtype`, where it is known; `over`, the tensors that its results
+    may be written over, the best first, by keyword of the call; and `alias`, the tensor that it is
+    written over.
     """
 
     def __init__(self, program: Program, chunked: bool):
@@ -56,27 +57,27 @@ class Writer:
         self.chunked = chunked
         self.graph = Graph()
         self.first_row = self._last = self.graph.placeholder("first_row")
-        # nodes of given tensors, by kind and name, and of values
-        self.inputs: dict[tuple[str, Any], Node] = {}
+        # the nodes of arguments by kind and name, and of values by name
+        self.arguments: dict[tuple[str, Any], Node] = {}
         self.nodes: dict[str, Node] = {}
         self.dtypes = program.dtypes([program.dtype] * len(program.inputs))
         self.gemms: list[int] = []
 
-    def given(self, kind: str, key: Any) -> Node:
-        """Return the node of something that is given."""
-        if (kind, key) not in self.inputs:
+    def argument(self, kind: str, key: Any) -> Node:
+        """Return the node of an argument, a new one for its first reader."""
+        if (kind, key) not in self.arguments:
             label = self.program.params[key] if kind in ("param", "sum") else key
             with self.graph.inserting_after(self._last):
                 self._last = self.graph.placeholder(label_of(kind, label))
                 # fx writes placeholders in lower case
                 self._last._rename(label_of(kind, label))
             self._last.meta["dtype"] = self.dtypes.get(key)
-            self.inputs[kind, key] = self._last
-        return self.inputs[kind, key]
+            self.arguments[kind, key] = self._last
+        return self.arguments[kind, key]
 
     def params(self, step: ProgramStep) -> list[Node | None]:
         """Return the nodes of a step's parameters."""
-        return [None if p is None else self.given("param", p) for p in step.params]
+        return [None if p is None else self.argument("param", p) for p in step.params]
 
     def call(
         self,
@@ -113,28 +114,28 @@ class Writer:
         first, *others = [self.nodes[name] for name in step.reads]
         return [self.cast(first, step.op.read_dtype), *others]
 
-    def make(self, step: ProgramStep) -> None:
+    def write_forward(self, step: ProgramStep) -> None:
         """Write a step's forward."""
         self.count_gemm(step)
-        self.keep(step.out, step.op.forward(self, self.reads(step), self.params(step))[0])
+        self.note_value(step.out, step.op.forward(self, self.reads(step), self.params(step))[0])
 
     def count_gemm(self, step: ProgramStep) -> None:
         """Note the GEMM of a linear."""
         if step.op.has_gemm:
             self.gemms.append(step.params[0])  # type: ignore[arg-type]  # it has a weight
 
-    def keep(self, name: str, node: Node) -> None:
+    def note_value(self, name: str, node: Node) -> None:
         """Note the node of a value."""
         if node.op != "placeholder":
             node._rename(label_of("", name))
         node.meta["dtype"] = self.dtypes[name]
         self.nodes[name] = node
 
-    def place(self, donated: Collection[Node] = ()) -> None:
-        """Have results be written over tensors that nothing reads later.
+    def reuse_buffers(self, donated: Collection[Node] = ()) -> None:
+        """Write results over tensors that nothing reads later.
 
-        donated: given tensors that may be; not by a recomputed hidden layer, which is freed before
-        the gradients, where a saved tensor is in memory until the end anyway.
+        donated: the arguments that may be written over; not by a recomputed hidden layer, which is
+        freed before the gradients, where a saved tensor is in memory until the end anyway.
         """
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in order:
@@ -147,17 +148,21 @@ class Writer:
                         taken.add(read)
                         break
 
-    def settle_home(self, name: str) -> None:
-        """Have the rows of a result belong in the place of all rows."""
+    def write_into_buffer(self, name: str) -> None:
+        """Write the rows of a result into the tensor of all rows.
+
+        The call that made its memory writes there: the end of a chain of results that are written
+        over one another. A call that cannot is followed by a copy.
+        """
         node: Any = self.nodes[name]
-        home = self.given("home", name)
+        buffer = self.argument("buffer", name)
         while below := node.kwargs.get("out") or node.meta.get("alias"):
             node = below
         if "out" in node.meta.get("over", {}):
-            node.update_kwarg("out", home)
+            node.update_kwarg("out", buffer)
             return
         with self.graph.inserting_after(node):
-            copied = self.call("copy_", home, node)
+            copied = self.call("copy_", buffer, node)
         node.replace_all_uses_with(copied, lambda user: user is not copied)
 
     def compiled(
@@ -165,14 +170,14 @@ class Writer:
         outputs: Sequence[Node | None],
         results: Sequence[Any],
         donated: Collection[Node] = (),
-        homes: Sequence[str] = (),
+        buffers: Sequence[str] = (),
         **more: Any,
     ) -> Schedule:
-        """Return the schedule; homes: the results that belong in the places of all rows."""
+        """Return the schedule; buffers: the results that are written into tensors of all rows."""
         self.graph.output(tuple(outputs))
-        self.place(donated)
-        for name in homes:
-            self.settle_home(name)
+        self.reuse_buffers(donated)
+        for name in buffers:
+            self.write_into_buffer(name)
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
@@ -183,7 +188,7 @@ class Writer:
         exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
         run = MethodType(scope["forward"], self.graph)
         gemms = tuple(self.gemms)
-        return Schedule(run, self.graph, tuple(self.inputs), tuple(results), gemms, **more)
+        return Schedule(run, self.graph, tuple(self.arguments), tuple(results), gemms, **more)
 
 
 def last_reader(node: Node, order: Mapping[Node, int]) -> Node:
@@ -193,5 +198,5 @@ def last_reader(node: Node, order: Mapping[Node, int]) -> Node:
 
 def label_of(kind: str, name: str) -> str:
     """Return the name of a node for a value, a parameter or a gradient."""
-    prefix = {"dy": "d_", "home": "all_", "sum": "sum_d_"}.get(kind, "")
+    prefix = {"dy": "d_", "buffer": "all_", "sum": "sum_d_"}.get(kind, "")
     return prefix + "".join([c if c.isalnum() else "_" for c in name]).strip("_")

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
-from fusedckpt.autograd.phases import ProductMetas, Tensors
+from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
@@ -64,7 +64,7 @@ class Recompute(Keeper):
 
     recomputes = True
     # with GEMM outputs, which backward reads next; it counts on none, as the forward had none
-    levels = "inputs", "preact"
+    levels = PhaseLevels("inputs", "preact")
 
     def __init__(self, segment: Trace, keeps: bool):
         self._segment = segment
@@ -75,7 +75,7 @@ class Recompute(Keeper):
         self._names = {record.name for record in segment.records}
         # a checkpoint around may have asked for them
         self.patterns = segment.options.save_regions or tuple(self._names)
-        self.extras: dict[int, Tensors] = {}
+        self.products: dict[int, Tensors] = {}
         self.values: dict[int, tuple[Tensor, int]] = {}
         self._num_saved = 0
         # samples of the forward with those of this recompute
@@ -104,7 +104,7 @@ class Recompute(Keeper):
                 if type(held) is Argument:
                     held.tensor()
         self.values = ahead.values
-        self.extras = ahead.extras
+        self.products = ahead.products
         self.pairs = ahead.pairs
         del self._segment, self._leaves_saved, self._lent, self.records, self._met
 
@@ -341,13 +341,13 @@ class Recompute(Keeper):
         ctx: Any,
         name: str,
         tensors: Tensors,
-        extras: Tensors = (),
+        products: Tensors = (),
         product_metas: ProductMetas = (),
     ) -> None:
         """Leave the GEMM outputs in the slot of the forward's layer."""
-        super().save(ctx, name, tensors, [None] * len(extras))
+        super().save(ctx, name, tensors, [None] * len(products))
         place = self._num_saved
         expected, slot = self._segment.slots.get(place, _NO_SLOT)
         # another layer than the forward's leaves nothing for that one's backward
         if slot is not None and name == expected and slot() is not None:
-            self.extras[place] = phases.fitting(extras, product_metas)
+            self.products[place] = phases.fitting(products, product_metas)

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import origins, phases, private
-from fusedckpt.autograd.phases import ProductMetas, Tensors
+from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
@@ -57,7 +57,7 @@ class Segment(Trace, Keeper):
     """The forward of a checkpoint."""
 
     # GEMM outputs for backward would be dropped
-    levels = "inputs", "inputs"
+    levels = PhaseLevels("inputs", "inputs")
 
     def __init__(self, options: Options):
         super().__init__(options)
@@ -257,13 +257,13 @@ class Segment(Trace, Keeper):
         ctx: Any,
         name: str,
         tensors: Tensors,
-        extras: Tensors = (),
+        products: Tensors = (),
         product_metas: ProductMetas = (),
     ) -> None:
         """Save the tensors that the layer was given, and leave a slot for its GEMM outputs."""
-        super().save(ctx, name, tensors, [None] * len(extras))
+        super().save(ctx, name, tensors, [None] * len(products))
         # the recompute makes them for this layer alone
-        ctx.owns_extras = True
+        ctx.owns_products = True
         if any(product_metas):
             # no more than that: the layer's node outlives its saved tensors, which hold the segment
             place = len(self.saved)
@@ -271,16 +271,16 @@ class Segment(Trace, Keeper):
             self.slots[place] = name, weakref.ref(slot)
 
 
-def _recall(reference: weakref.ref[Segment], place: int, extras: Tensors) -> Tensors:
+def _recall(reference: weakref.ref[Segment], place: int, products: Tensors) -> Tensors:
     """Return the GEMM outputs that the recompute left in a slot."""
     segment = reference()
     backward = backward_id()
     if segment is None:
-        return extras
+        return products
     recompute = segment._recomputes.get(backward)
     if recompute is None and segment._ahead is not None:
         recompute = segment._recompute(backward)
-    return extras if recompute is None else recompute.extras.pop(place, extras)
+    return products if recompute is None else recompute.products.pop(place, products)
 
 
 def is_plain_call() -> bool:

@@ -108,7 +108,7 @@ def fuse(
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
-    validate.block("fuse", False, chunks)
+    validate.check_block_options("fuse", False, chunks)
     if head not in (False, True, "always"):
         raise ValueError(f'fuse: head must be True, False or "always", got {head!r}')
     flags = {"norm": norm, "mlp": mlp, "linear": linear, "attention": attention}

@@ -148,7 +148,7 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
 
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
-    validate.tensor(options.name, "target", target)
+    validate.check_tensor(options.name, "target", target)
     _check_call(options, x, weight, target, bias)
     return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
 

@@ -27,7 +27,7 @@ from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
+from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
 from fusedckpt.layers.sharded import Sharding
@@ -81,7 +81,7 @@ def mlp(
         ValueError: invalid shapes, devices, activation, level, chunks or kernel.
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
-    bare, kinds, tensors = split(norm)
+    bare, kinds, tensors = split_norm(norm)
     options = BlockOptions(
         name="mlp",
         caller="mlp",
@@ -140,7 +140,7 @@ def gated_mlp(
             f"{type(up_bias).__name__}"
         )
     up = [] if up_weight is None else [(up_weight, up_bias)]
-    bare, kinds, tensors = split(norm)
+    bare, kinds, tensors = split_norm(norm)
     options = BlockOptions(
         name="gated_mlp",
         caller="gated_mlp",
@@ -233,9 +233,11 @@ class _Block(nn.Module):
             whole = options
             tensors = ()
             if norm is not None:
-                bare, kinds, tensors = split(spec_of(norm))
-                over: Any = norm.normalized_shape
-                whole = options._replace(name=options.caller, norm=bare, kinds=kinds, over=over)
+                bare, kinds, tensors = split_norm(spec_of(norm))
+                shape: Any = norm.normalized_shape
+                whole = options._replace(
+                    name=options.caller, norm=bare, kinds=kinds, normalized_shape=shape
+                )
             y = run_linears(whole, input, tensors, pairs)
             if y is not None:
                 return y

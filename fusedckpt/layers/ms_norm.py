@@ -70,7 +70,7 @@ def _normalised(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
     name = type(norm).__name__
     shape = norm.normalized_shape
     eps = norm.eps
-    validate.tensor(name, "x", x)
+    validate.check_tensor(name, "x", x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: x must be floating point, got {x.dtype}")
     if x.shape[-1:] != shape:

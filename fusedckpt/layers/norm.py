@@ -28,7 +28,7 @@ def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, 
     call = None
     phase = None
     if options.name.startswith("add"):
-        validate.tensor(options.name, "residual", residual)
+        validate.check_tensor(options.name, "residual", residual)
     if isinstance(shape, tuple) and bool in map(type, shape):
         # True equals 1, which would be remembered: a value that is no tuple is looked at anew
         options = options._replace(normalized_shape=list(shape))
@@ -181,7 +181,7 @@ class RMSNorm(nn.RMSNorm):
     ):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
         spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
-        validate.norm_rule("RMSNorm", spec)
+        validate.check_norm("RMSNorm", spec)
         arguments.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset

@@ -12,7 +12,7 @@ from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import Linears, numbered
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import BlockOptions, split
+from fusedckpt.blocks.programs import BlockOptions, split_norm
 from fusedckpt.layers.children import are_letter, spec_of
 
 
@@ -43,21 +43,27 @@ def norm_linear(
     """
     if norm is None:
         arguments.wrong_type("norm_linear", "norm", "a NormSpec", norm)
-    weights, biases = validate.projections("norm_linear", weights, biases)
+    weights, biases = validate.as_projections("norm_linear", weights, biases)
     return run_projections("norm_linear", x, norm, list(zip(weights, biases, strict=True)))
 
 
 def run_projections(
-    name: str, x: Tensor, norm: NormSpec, linears: list[tuple[Any, Any]], over: Any = None
+    name: str, x: Tensor, norm: NormSpec, linears: list[tuple[Any, Any]], shape: Any = None
 ) -> Any:
     """Run a norm and linears on x; None where a module calls its children.
 
-    over: the shape of a module's norm, None for a function's call.
+    shape: the `normalized_shape` of a module's norm, None for a function's call.
     """
     names = numbered(len(linears))
-    bare, kinds, tensors = split(norm)
+    bare, kinds, tensors = split_norm(norm)
     options = BlockOptions(
-        name, name, Linears(names), None, bare, kinds, over, is_module=over is not None
+        name,
+        name,
+        Linears(names),
+        norm=bare,
+        kinds=kinds,
+        normalized_shape=shape,
+        is_module=shape is not None,
     )
     ys = run_linears(options, x, tensors, linears)
     return (ys,) if isinstance(ys, Tensor) else ys
@@ -90,8 +96,8 @@ class NormLinear(nn.Module):
         linears: list[Any] = list(self.linears)
         if are_letter("n", norm) and are_letter("l", *linears):
             pairs = [(m.weight, m.bias) for m in linears]
-            over = norm.normalized_shape
-            ys = run_projections("NormLinear", input, spec_of(norm), pairs, over)
+            shape = norm.normalized_shape
+            ys = run_projections("NormLinear", input, spec_of(norm), pairs, shape)
             if ys is not None:
                 return ys
         n = norm(input)

@@ -12,7 +12,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_linears
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears, numbered
-from fusedckpt.blocks.programs import LEVELS, BlockOptions, split
+from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
@@ -60,7 +60,7 @@ class Sequential(nn.Sequential):
         chunks: int | None = None,
     ):
         levels.check("Sequential", save, LEVELS["mlp"])
-        validate.block("Sequential", False, chunks)
+        validate.check_block_options("Sequential", False, chunks)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
         self.save = save
@@ -208,7 +208,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
     norms = by_letter.get("n")
     acts = by_letter.get("a")
     dropout, output_dropout = _rates(layers)
-    norm, kinds, tensors = split(spec_of(norms[0]) if norms else None)
+    norm, kinds, tensors = split_norm(spec_of(norms[0]) if norms else None)
     options = BlockOptions(
         "Sequential" if norms else kind,
         "Sequential",
@@ -216,7 +216,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
         activation_name_of(acts[0]) if acts else None,
         norm,
         kinds,
-        norms[0].normalized_shape if norms else None,
+        normalized_shape=norms[0].normalized_shape if norms else None,
         default=save if acts else "inputs",
         chunks=chunks,
         dropout=dropout,

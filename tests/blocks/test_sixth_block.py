@@ -19,7 +19,7 @@ from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import block
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import BlockCall
-from fusedckpt.blocks.operands import LinearNames, NormSpec, Parts, norm_rule_of
+from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, norm_rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
 T, D, FF, OUT = 37, 5, 7, 11
@@ -39,14 +39,14 @@ def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> BlockCall:
         grad=True, autocast=None, level=None, reference_only=False, is_unwatched=True, forced=()
     )
     b = Builder(context, dtype)
-    fc1 = b.linear(LinearNames("fc1_weight", "fc1_bias"), Parts(w1, b1))
+    fc1 = b.linear(LinearNames("fc1_weight", "fc1_bias"), LinearParts(w1, b1))
     z = b.apply(fc1, None, "x", "z")
     h = b.add(Hidden("relu2", "aten"), "h", (z,))
     n = b.norm(Norm(norm_rule_of(NormSpec("rms"), dtype), dtype), weight, None, reads=h)
-    fc2 = b.linear(LinearNames("fc2_weight", "fc2_bias"), Parts(w2, b2))
+    fc2 = b.linear(LinearNames("fc2_weight", "fc2_bias"), LinearParts(w2, b2))
     y = b.apply(fc2, None, n, "y")
     given = {"gemm_outputs": (z,), "dtype": dtype}
-    return b.call("relu2_mlp", {"x": x}, [y], given, level=level, chunks=chunks)
+    return b.build("relu2_mlp", {"x": x}, [y], given, level=level, chunks=chunks)
 
 
 def relu2_mlp(
