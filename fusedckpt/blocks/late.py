@@ -60,20 +60,21 @@ class WeightRead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:  # type: ignore[override]
         """Compute the gradient, or pass the one that came."""
-        gradient, ctx.gradient = ctx.gradient, None
+        gradient = ctx.gradient
+        ctx.gradient = None
         return dy if gradient is None else gradient.compute()
 
 
 def hand_over(
-    ctx: Any, gradients: list[Any], like: Tensor, metas: Sequence[Any], others: Sequence[int]
+    ctx: Any, gradients: list[Any], like: Tensor, metas: Sequence[Any], quantised: Sequence[int]
 ) -> None:
     """Give late gradients to the nodes that compute them, tensors without memory in their places.
 
-    ctx: of the reader; metas: of its tensors, None for an absent one; others: places of those that
-    are no tensors.
+    ctx: of the layer that reads the weights; metas: of its tensors, None for an absent one;
+    quantised: the places of weights that are no tensors.
     """
     # a node has edges for tensors alone
-    are_tensors = [meta is not None and i not in others for i, meta in enumerate(metas)]
+    are_tensors = [meta is not None and i not in quantised for i, meta in enumerate(metas)]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, LateGradient):
             continue

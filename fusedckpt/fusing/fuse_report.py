@@ -207,7 +207,7 @@ def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
 def forget_notes(model: nn.Module) -> None:
     """Begin anew."""
     for module in model.modules():
-        fallbacks.taken(module)
+        fallbacks.take_fallback(module)
 
 
 def join_names(prefix: str, name: str) -> str:

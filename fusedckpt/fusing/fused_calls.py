@@ -88,7 +88,7 @@ class FusedCalls:
 
     def _note(self, module: nn.Module) -> bool:
         reasons = {inner: fuse_report.reason_now(module, inner) for inner in self._inner[module]}
-        fallbacks.taken(module)
+        fallbacks.take_fallback(module)
         reasons_by_part = {
             (module, inner): why for inner, why in reasons.items() if why is not None
         }

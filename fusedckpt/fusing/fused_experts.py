@@ -90,7 +90,7 @@ def fused(
         return NotFused("arguments")
     plain, base = {name: _plain(weight) for name, weight in weights.items()}, weights[WEIGHTS[0]]
     if not dispatch.are_plain(x, index, scores, *plain.values()):
-        return fallbacks.unplain(x, **plain)
+        return fallbacks.fallback_of(x, **plain)
     dtype = (base.weight if isinstance(base, LoRA) else base).dtype
     # other implementations than eager multiply in the weights' dtype, and ignore autocast
     ignores = not is_eager(module)

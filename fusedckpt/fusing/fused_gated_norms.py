@@ -61,7 +61,7 @@ class FusedGatedNorm(Swapped):
         match = self._fusedckpt_match
         weight = None if match.weight is None else self._parameters.get(match.weight)
         if not dispatch.are_plain(x, gate, weight):
-            return fallbacks.unplain(x, gate=gate, **{match.weight or "": weight})
+            return fallbacks.fallback_of(x, gate=gate, **{match.weight or "": weight})
         if (change := first_change(self, match.guards)) is not None:
             return change
         if match.weight is not None and weight is None:

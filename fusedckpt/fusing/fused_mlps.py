@@ -96,7 +96,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     def run_block(x: Tensor) -> Tensor:
         return run_linears(options, x, (), operands)
 
-    y = run_block(x) if sharding is None else sharded.spread(run_block, x, sharding)
+    y = run_block(x) if sharding is None else sharded.run_on_shards(run_block, x, sharding)
     return y if dropouts else with_result_dropout(module, match, y)
 
 

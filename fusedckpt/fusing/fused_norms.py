@@ -55,7 +55,7 @@ class FusedNorm(Swapped):
         # DTensors: each rank has whole rows
         y = sharded.on_rows(self._normalised, 1, x, weight, bias)
         by_name = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
-        return fallbacks.unplain(x, **by_name) if y is None else y
+        return fallbacks.fallback_of(x, **by_name) if y is None else y
 
     def _normalised(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None

@@ -163,7 +163,7 @@ def unfuse(model: nn.Module) -> nn.Module:
             raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
     for _, module in swapped:
         original: Original = module.__dict__.pop(MARK)
-        fallbacks.taken(module)
+        fallbacks.take_fallback(module)
         for attribute in original.attributes:
             del module.__dict__[attribute]
         module.__class__ = original.kind

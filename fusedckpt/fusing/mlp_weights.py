@@ -58,7 +58,7 @@ def linear_operands(
     if obstacle is not None:
         return obstacle
     if sharding is None and not dispatch.are_plain(x):
-        return fallbacks.unplain(x)
+        return fallbacks.fallback_of(x)
     pairs = [
         (_parameter(module, linear.weight), _parameter(module, linear.bias))
         for linear in match.block.linears

@@ -141,7 +141,7 @@ class Recomputed(Swapped):
         change = first_change(self, match.guards)
         if change is not None or dispatch.are_plain(*values, *self.parameters()):
             return change
-        return fallbacks.unplain(values[0], **dict(self.named_parameters(recurse=False)))
+        return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
 
     def _learn(self, x: Tensor, y: Any, options: _CallOptions) -> None:
         """Note that attention or a scan runs again; where it gains little, later calls are as ever.

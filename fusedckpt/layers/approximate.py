@@ -26,8 +26,10 @@ class _Coded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, activation: str) -> Tensor:
         """Return act(x); save two bits an element."""
         rows = as_matrix(x.detach())
-        ctx.how = activation, "aten" if dispatch.is_aten(x.device, x.dtype, *x.shape) else "triton"
-        y, codes_of_z = codes.coded_act(rows.contiguous(), *ctx.how)
+        kernel = "aten" if dispatch.is_aten(x.device, x.dtype, *x.shape) else "triton"
+        y, codes_of_z = codes.coded_act(rows.contiguous(), activation, kernel)
+        ctx.activation = activation
+        ctx.kernel = kernel
         ctx.save_for_backward(codes_of_z)
         return y.view(x.shape)
 
@@ -40,12 +42,12 @@ class _Coded(torch.autograd.Function):
                 "and an approximate one cannot"
             )
         (codes_of_z,) = ctx.saved_tensors
-        (activation, kernel) = ctx.how
 
         def gradients(dys: Sequence[Any]) -> list[Any]:
             (dy,) = dys
             rows = as_matrix(dy)
-            return [codes.coded_grad(rows, codes_of_z, activation, kernel).view(dy.shape)]
+            dx = codes.coded_grad(rows, codes_of_z, ctx.activation, ctx.kernel)
+            return [dx.view(dy.shape)]
 
         is_batched = not torch.compiler.is_compiling() and is_batch((dy,))
         (dx,) = one_by_one(gradients, (dy,)) if is_batched else gradients((dy,))

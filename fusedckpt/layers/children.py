@@ -1,4 +1,4 @@
-"""Which child modules a block computes itself: by the letter of each.
+"""The child modules that a block can compute itself, each known by a letter.
 
 A block calls a child that was replaced, parametrized, hooked or given another forward.
 """

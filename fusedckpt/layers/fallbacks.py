@@ -1,4 +1,4 @@
-"""Why a module does not run fused: a key, what it is about, and the words for both.
+"""Reasons for modules and calls that do not run fused: a key, its subject, and words for both.
 
 `fuse` gives a reason for each module that it leaves. A swapped module notes one for a call that
 runs the forward of its own class; fused calls note nothing. A note is a constant that a call writes
@@ -126,12 +126,11 @@ WORDS = {
 
 
 class NotFused(NamedTuple):
-    """Why a module or a call does not run fused; str() gives the clause.
+    """The reason why a module or a call does not run fused; str() gives the clause."""
 
-    key: one of WORDS; about: what the clause names, a tuple of several.
-    """
-
+    # one of WORDS
     key: str
+    # the subject that the clause names, a tuple of several
     about: Any = ""
 
     def __str__(self) -> str:
@@ -145,18 +144,18 @@ class NotFused(NamedTuple):
 
 
 def note_fallback(module: nn.Module, reason: tuple[str, Any]) -> None:
-    """Note why a call did not run fused; calls without gradients save nothing and are not noted."""
+    """Note the reason of a call; one without gradients saves nothing, and is not noted."""
     if torch.is_grad_enabled() and not dispatch.is_recorded(None):
         module.__dict__[NOTE] = reason
 
 
-def taken(module: nn.Module) -> NotFused | None:
+def take_fallback(module: nn.Module) -> NotFused | None:
     """Return a module's note, and forget it."""
     return module.__dict__.pop(NOTE, None)
 
 
-def unplain(x: Any, **weights: Any) -> NotFused:
-    """Return which of a call's tensors is a subclass that only its own ops support."""
+def fallback_of(x: Any, **weights: Any) -> NotFused:
+    """Return the reason of a call with a tensor of a class that only its own ops support."""
     for name, weight in weights.items():
         if not dispatch.are_plain(weight):
             return NotFused("weight", name)

@@ -160,13 +160,17 @@ def gated_mlp(
 
 
 class _Block(nn.Module):
-    """MLP and GatedMLP; function: its name; linears: its weights; names: the children with them."""
+    """MLP and GatedMLP."""
 
+    # the name of the function that computes it
     function: str
+    # the names of the function's weights
     linears: Linears
+    # the names of the children with these weights
     names: tuple[str, ...]
-    # of modules that were pickled before there were any
+    # of modules that were pickled by a version without dropout
     dropout = output_dropout = 0.0
+    # how MLPParallel has sharded the weights
     _fusedckpt_sharding: Sharding | None = None
 
     def __init__(
@@ -265,16 +269,16 @@ class _Block(nn.Module):
         output_dropout = options.output_dropout
         # of the sum over ranks
         options = options._replace(residual=False, output_dropout=0.0, is_module=False)
-        n = input if self.norm is None else self.norm(sharded.as_norms_take(input, sharding))
+        n = input if self.norm is None else self.norm(sharded.placed_for_norm(input, sharding))
         is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(n)
         if options.num_seeds or is_traced or has_hooks(*linears):
             y = sharded.on_dtensors(lambda n: self._called(options, n, linears), n, sharding)
         else:
             pairs = [(linear.weight, linear.bias) for linear in linears]
             shards = sharded.shards_of(pairs, sharding.mesh)
-            y = sharded.spread(lambda n: run_linears(options, n, (), shards), n, sharding)
+            y = sharded.run_on_shards(lambda n: run_linears(options, n, (), shards), n, sharding)
         y = eager.dropout(y, output_dropout)
-        return sharded.like_output(input, sharding) + y if residual else y
+        return sharded.placed_as_output(input, sharding) + y if residual else y
 
     def linears_to_shard(self) -> list[nn.Module] | str:
         """Return its linears, or why their weights must stay whole."""

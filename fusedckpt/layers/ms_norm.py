@@ -116,9 +116,9 @@ def merge_affine(norm: nn.Module, *linears: nn.Linear) -> nn.Module:
     in float64, rounded once. A linear without a bias gets one where the norm has one. Training then
     differs: an optimizer moves the product. Put the returned norm in the place of `norm`.
 
-    Nothing checks who reads the norm's result: a model computes the same only where the linears are
-    all that reads it, each reads nothing else, and none shares its weight (as a router beside
-    them, or a residual taken after the norm, would).
+    The readers of the norm's result are not checked: a model computes the same only where these
+    linears alone read it, read nothing else, and share their weights with no other layer. A router
+    beside them, or a residual taken after the norm, reads it too.
 
     Args:
         norm: nn.LayerNorm, nn.RMSNorm, or ours, over one dimension.

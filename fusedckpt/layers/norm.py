@@ -66,7 +66,7 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
         if y is not None:
             return y
     if runs_own_forward:
-        fallbacks.note_fallback(norm, fallbacks.unplain(x, weight=weight, bias=bias))
+        fallbacks.note_fallback(norm, fallbacks.fallback_of(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
 
 

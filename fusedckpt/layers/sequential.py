@@ -102,7 +102,7 @@ class Sequential(nn.Sequential):
                 if dispatch.are_plain(input):
                     input = _computed(run.kind, layers, input, self.save, self.chunks)
                     continue
-                fallbacks.note_fallback(self, fallbacks.unplain(input))
+                fallbacks.note_fallback(self, fallbacks.fallback_of(input))
             for layer in layers:
                 input = layer(input)
         return input

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# why an MLP stays whole that needs independent masks on each rank
+# the reason for an MLP whose dropout would need independent masks on each rank
 DROPS = (
     "it applies dropout to its hidden features: shard its linears by ColwiseParallel and "
     "RowwiseParallel"
@@ -61,14 +61,14 @@ class Shardable(Protocol):
         ...
 
 
-def library() -> Any:
+def dtensor_library() -> Any:
     """Return torch.distributed.tensor if it was imported, which takes a second, else None."""
     return sys.modules.get("torch.distributed.tensor")
 
 
 def is_sharded(x: Any) -> bool:
     """Whether a value is a DTensor."""
-    tensors = library()
+    tensors = dtensor_library()
     return tensors is not None and isinstance(x, tensors.DTensor)
 
 
@@ -82,9 +82,9 @@ def are_replicated(parameters: Iterable[Any]) -> bool:
     )
 
 
-def placed(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
     """Return the DTensor of which `local` is this rank's part."""
-    return library().DTensor.from_local(local, mesh, [placement], run_check=False)
+    return dtensor_library().DTensor.from_local(local, mesh, [placement], run_check=False)
 
 
 def check_input(name: str, x: Any, sharding: Sharding) -> None:
@@ -111,7 +111,7 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
     """Whether a placement keeps rows whole; the last dimensions are features."""
     if placement.is_replicate():
         return True
-    return type(placement) is library().Shard and placement.dim % dims < dims - features
+    return type(placement) is dtensor_library().Shard and placement.dim % dims < dims - features
 
 
 def shards_of(linears: Sequence[tuple[Any, Any]], mesh: DeviceMesh) -> list[Any]:
@@ -144,37 +144,37 @@ class _Portion(torch.autograd.Function):
 
 def on_dtensors(forward: Callable[[Any], Any], x: Any, sharding: Sharding) -> Any:
     """Return the result of a forward that computes with DTensors, placed as the sharding says."""
-    replicate = library().Replicate()
-    x = x if is_sharded(x) else placed(x, sharding.mesh, sharding.input)
+    replicate = dtensor_library().Replicate()
+    x = x if is_sharded(x) else as_dtensor(x, sharding.mesh, sharding.input)
     y = forward(x.redistribute(placements=[replicate]))
     y = y.redistribute(placements=[sharding.output])
     return y.to_local() if sharding.is_local else y
 
 
-def as_norms_take(x: Any, sharding: Sharding) -> Any:
+def placed_for_norm(x: Any, sharding: Sharding) -> Any:
     """Return a block's input as its norm takes it: a DTensor where its rows are sharded."""
     if sharding.input.is_replicate():
         return x.to_local() if is_sharded(x) else x
-    return x if is_sharded(x) else placed(x, sharding.mesh, sharding.input)
+    return x if is_sharded(x) else as_dtensor(x, sharding.mesh, sharding.input)
 
 
-def like_output(x: Any, sharding: Sharding) -> Any:
+def placed_as_output(x: Any, sharding: Sharding) -> Any:
     """Return a block's input placed as its output, to which it is added."""
     if not is_sharded(x):
         if sharding.is_local and sharding.input == sharding.output:
             return x
-        x = placed(x, sharding.mesh, sharding.input)
+        x = as_dtensor(x, sharding.mesh, sharding.input)
     x = x.redistribute(placements=[sharding.output])
     return x.to_local() if sharding.is_local else x
 
 
-def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any:
+def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any:
     """Return the sum over ranks of a block's results for all rows, placed as the sharding says.
 
     One collective gathers x if its rows are sharded, and one reduces the output; backward has their
     duals. The block saves this rank's rows of x if x or the output is sharded, else x.
     """
-    tensors = library()
+    tensors = dtensor_library()
     mesh = sharding.mesh
     n = x
     view = origins.view_of(n, origins.NORM)
@@ -185,19 +185,21 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     # as it was passed, so that autograd sees whether it is written to
     rows_of_x = x
     if not is_sharded(x):
-        x = placed(x, mesh, sharding.input)
+        x = as_dtensor(x, mesh, sharding.input)
     gathered = x
     if not x.placements[0].is_replicate():
         gathered = x.redistribute(placements=[tensors.Replicate()])
     whole = gathered.to_local(grad_placements=[tensors.Partial()])
-    split = next((p for p in (*x.placements, sharding.output) if not p.is_replicate()), None)
-    if split is None or not whole.requires_grad:
+    row_placement = next(
+        (p for p in (*x.placements, sharding.output) if not p.is_replicate()), None
+    )
+    if row_placement is None or not whole.requires_grad:
         if view is not None:
             whole = _with_recipe(whole, recipes.cast(view, n, whole))
         return _summed(block(whole), sharding)
-    if x.placements != (split,):
-        rows_of_x = x.detach().redistribute(placements=[split]).to_local()
-    rows = _Rows(mesh, split.dim % x.dim(), whole.shape)
+    if x.placements != (row_placement,):
+        rows_of_x = x.detach().redistribute(placements=[row_placement]).to_local()
+    rows = _Rows(mesh, row_placement.dim % x.dim(), whole.shape)
     whole = _Whole.apply(whole, rows_of_x)
     origins.note(whole, origins.ROWS, partial(origins.of_first_saved, "rows", rows.again))
     y = block(whole)
@@ -205,10 +207,10 @@ def spread(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any
     saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
     gathers = bool(saved) and isinstance(saved[0].data, recipes.View)
     is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
-    if not (gathers and sharding.output == split and is_like_x):
+    if not (gathers and sharding.output == row_placement and is_like_x):
         return _summed(y, sharding)
     y = _SumOfRows.apply(y, rows_of_x, rows)
-    return y if sharding.is_local else _dtensor(y, mesh, [sharding.output], rows.shape)
+    return y if sharding.is_local else _as_uneven_dtensor(y, mesh, [sharding.output], rows.shape)
 
 
 class _Rows:
@@ -219,34 +221,36 @@ class _Rows:
         self.dim = dim
         self.shape = shape
         # all rows of the block's input, gathered by a backward and not yet read
-        self.ahead: Tensor | None = None
+        self.prefetched: Tensor | None = None
 
     def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
         """Return all rows of tensors from this rank's, by one collective."""
-        tensors = library()
+        tensors = dtensor_library()
         local = [part.to_local() if is_sharded(part) else part for part in parts]
         stacked: Any = torch.stack(local) if len(local) > 1 else local[0].unsqueeze(0)
-        split = [tensors.Shard(self.dim + 1)]
-        stacked = _dtensor(stacked, self.mesh, split, [len(parts), *self.shape])
+        placements = [tensors.Shard(self.dim + 1)]
+        stacked = _as_uneven_dtensor(stacked, self.mesh, placements, [len(parts), *self.shape])
         stacked = stacked.redistribute(placements=[tensors.Replicate()])
         return stacked.to_local(grad_placements=[tensors.Partial()]).unbind()
 
     def again(self, rows: Tensor, *_: None) -> Tensor:
         """Return all rows of a saved tensor."""
-        ahead = self.ahead
-        self.ahead = None
-        return self.gathered(rows)[0] if ahead is None else ahead
+        prefetched = self.prefetched
+        self.prefetched = None
+        return self.gathered(rows)[0] if prefetched is None else prefetched
 
     def forget(self) -> None:
         """Free rows that were not read."""
-        self.ahead = None
+        self.prefetched = None
 
 
-def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]) -> Any:
+def _as_uneven_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Any, shape: Sequence[int]
+) -> Any:
     """Return the DTensor of a shape of which `local` is this rank's part, also an uneven one."""
     stride = torch.empty(shape, device="meta").stride()
     options: Any = {"run_check": False, "shape": torch.Size(shape), "stride": stride}
-    return library().DTensor.from_local(local, mesh, placements, **options)
+    return dtensor_library().DTensor.from_local(local, mesh, placements, **options)
 
 
 def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
@@ -288,8 +292,8 @@ class _SumOfRows(torch.autograd.Function):
         ctx.save_for_backward(rows_of_x)
         ctx.set_materialize_grads(False)
         ctx.rows = rows
-        tensors = library()
-        y = placed(y, rows.mesh, tensors.Partial())
+        tensors = dtensor_library()
+        y = as_dtensor(y, rows.mesh, tensors.Partial())
         return y.redistribute(placements=[tensors.Shard(rows.dim)]).to_local()
 
     @staticmethod
@@ -298,14 +302,14 @@ class _SumOfRows(torch.autograd.Function):
             return None, None, None
         (rows_of_x,) = ctx.saved_tensors
         rows = ctx.rows
-        dy, rows.ahead = rows.gathered(dy, rows_of_x.detach())
+        dy, rows.prefetched = rows.gathered(dy, rows_of_x.detach())
         at_end_of_backward(rows.forget)
         return dy, None, None
 
 
 def _summed(y: Tensor, sharding: Sharding) -> Any:
     """Return the sum of ranks' results."""
-    total = placed(y, sharding.mesh, library().Partial())
+    total = as_dtensor(y, sharding.mesh, dtensor_library().Partial())
     total = total.redistribute(placements=[sharding.output])
     return total.to_local() if sharding.is_local else total
 
@@ -319,7 +323,7 @@ def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -
         return None
     if not all(_is_of_rows(placement, x.dim(), features) for placement in x.placements):
         return None
-    tensors = library()
+    tensors = dtensor_library()
     wholes = (tensors.Replicate(),) * x.device_mesh.ndim
     # from its rows, a rank has a summand of a parameter's gradient
     grads = [p if p.is_replicate() else tensors.Partial() for p in x.placements]
@@ -330,4 +334,8 @@ def on_rows(norm: Callable[..., Any], features: int, x: Any, *parameters: Any) -
             return None
     local = [None if p is None else p.to_local(grad_placements=grads) for p in parameters]
     y = norm(x.to_local(), *local)
-    return y if not isinstance(y, Tensor) else _dtensor(y, x.device_mesh, x.placements, x.shape)
+    return (
+        y
+        if not isinstance(y, Tensor)
+        else _as_uneven_dtensor(y, x.device_mesh, x.placements, x.shape)
+    )

@@ -85,7 +85,7 @@ def test_gated_norms_are_found(make, change, dtype):
     inputs = [randn(2, 9, N, dtype=dtype) for _ in range(2)]
     # by name, too
     norm(inputs[0], **{[*norm._fusedckpt_names][1]: inputs[1]})
-    assert not fusedckpt.layers.fallbacks.taken(norm)
+    assert not fusedckpt.layers.fallbacks.take_fallback(norm)
     saved = saved_bytes(lambda x, gate: norm(x * 1, gate * 1), inputs)
     assert saved == 2 * inputs[0].nbytes
     unfuse(norm)
@@ -110,7 +110,7 @@ def test_without_a_gate_or_with_another_dtype_its_own_forward_runs():
     assert torch.equal(norm(x), eager(x))
     norm.group_size = eager.group_size = 12
     assert torch.equal(norm(x, x), eager(x, x))
-    assert fusedckpt.layers.fallbacks.taken(norm).key == "changed"
+    assert fusedckpt.layers.fallbacks.take_fallback(norm).key == "changed"
 
 
 class Scan(torch.autograd.Function):

@@ -200,10 +200,10 @@ def check_rows_let_go(ranks: Ranks) -> None:
     x, held = ranks.rows(ranks.x).clone().requires_grad_() * 1, []
     y = model(x)
     rows = y.grad_fn.rows
-    x.register_hook(lambda _: held.append(rows.ahead))
+    x.register_hook(lambda _: held.append(rows.prefetched))
     y.sum().backward(retain_graph=True)
     torch.autograd.grad(y.sum(), model.fc2.bias)
-    assert (held, rows.ahead) == ([None], None)
+    assert (held, rows.prefetched) == ([None], None)
 
 
 def check_second_order(ranks: Ranks) -> None:
