@@ -94,7 +94,7 @@ class MLPParallel(ParallelStyle):
 def _checked(name: str, placement: Any) -> Placement:
     if placement is None:
         return Replicate()
-    is_last = type(placement) is Shard and placement.dim == -1
+    is_last = isinstance(placement, Shard) and placement.dim == -1
     if type(placement) not in (Replicate, Shard) or is_last:
         raise ValueError(
             f"MLPParallel: {name} must be Replicate() or Shard(dim) of a dimension before the "

@@ -111,7 +111,7 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
     """Whether a placement keeps rows whole; the last dimensions are features."""
     if placement.is_replicate():
         return True
-    return type(placement) is dtensor_library().Shard and placement.dim % dims < dims - features
+    return isinstance(placement, dtensor_library().Shard) and placement.dim % dims < dims - features
 
 
 def shards_of(linears: Sequence[tuple[Any, Any]], mesh: DeviceMesh) -> list[Any]:
