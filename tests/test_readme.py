@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import fusedckpt
 from bench.results import MIB, groups, read, slowdown
+from bench.shares import share_gone
 from fusedckpt.autograd.dispatch import forced_path
 from tests.kernels.compile_only import CHIPS
 from tests.ptx.table import ARCHS
@@ -56,6 +57,10 @@ FINETUNE = {
     "fuse": 'fused, `save="inputs"`',
     "fuse+plan": "fused, and a plan with the peak of gradient checkpointing",
 }
+
+
+# the ways of whole models beside eager
+SURVEYED = ("fuse", "recipes", "fuse+recipes")
 
 
 def recorded(file: str, labels: dict[str, str], digits: int) -> list[str]:
@@ -100,19 +105,41 @@ def test_the_tools_figures_are_the_committed_ones():
     assert [line for line in found if line.strip(" |")] == expected
 
 
-def medians_of_groups() -> list[str]:
-    """Return the cells of each group of models, as the committed results have them."""
-    gone: dict[str, dict[str, list[float]]] = {}
+def surveyed_groups() -> dict[str, list[dict[str, dict]]]:
+    """Return the rows of each whole model by way, by group, as the committed results have them."""
+    by_group: dict[str, list[dict[str, dict]]] = {}
     for rows in groups(read(ROOT / "bench/results/cpu/shares.jsonl")):
-        saved = {row["name"]: row["saved_bytes"] for row in rows}
-        shares = gone.setdefault(rows[0]["group"], {"fuse": [], "recipes": []})
-        for name, values in shares.items():
-            values.append(1 - saved[name] / saved["eager"])
-    cells = []
-    for group, ways in gone.items():
-        medians = [f"{median(ways[name]):.0%}" for name in ("fuse", "recipes")]
-        cells.append(" | ".join((group, f"{len(ways['fuse'])}", *medians)))
-    return cells
+        by_group.setdefault(rows[0]["group"], []).append({row["name"]: row for row in rows})
+    return by_group
+
+
+def median_of(models: list[dict[str, dict]], way: str, column: str) -> float:
+    """Return the median of a column of models, relative to eager's."""
+    return median(rows[way][column] / rows["eager"][column] for rows in models)
+
+
+def medians_of_groups() -> list[str]:
+    """Return the cells of each group of models on the first page."""
+    lines = []
+    for group, models in surveyed_groups().items():
+        ratios = [median_of(models, way, "saved_bytes") for way in ("fuse", "fuse+recipes")]
+        lines.append(" | ".join((group, f"{len(models)}", *map(share_gone, ratios))))
+    return lines
+
+
+def costs_of_groups() -> list[str]:
+    """Return the cells of each group of models on the page of `fuse`, without its name."""
+    lines = []
+    for models in surveyed_groups().values():
+        cells = [f"{len(models)}"]
+        for column in ("saved_bytes", "peak_bytes", "step_flops", "written_elements"):
+            ratios = [median_of(models, way, column) for way in SURVEYED]
+            if column.endswith("_bytes"):
+                cells.append(", ".join(map(share_gone, ratios)))
+            else:
+                cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
+        lines.append(" | ".join(cells))
+    return lines
 
 
 def recorded_layers() -> dict[str, tuple[str, str, str]]:
@@ -146,6 +173,20 @@ def test_models_of_the_first_page_are_the_committed_ones():
     eager, fused, _ = with_unit(layers["llama"])
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"saves {eager} values a token, after `fuse` {fused}, and" in text
+
+
+def test_models_of_the_page_of_fuse_are_the_committed_ones():
+    rows = rows_below("fusedckpt/fusing/README.md", "| whole models | number | saved gone |")
+    assert sorted(row.split(" | ", 1)[1] for row in rows) == sorted(costs_of_groups())
+    models = [ways for members in surveyed_groups().values() for ways in members]
+    text = (ROOT / "fusedckpt/fusing/README.md").read_text(encoding="utf-8")
+    assert f"In all {len(models)} models recipes alone run as many FLOPs as eager." in text
+    for ways in models:
+        eager, fused, recipes, together = (ways[way] for way in ("eager", *SURVEYED))
+        assert recipes["step_flops"] == eager["step_flops"]
+        assert together["step_flops"] == fused["step_flops"]
+        assert together["saved_bytes"] <= fused["saved_bytes"] + 256
+        assert together["peak_bytes"] <= fused["peak_bytes"] + 5 * 1024
 
 
 def with_unit(cells: tuple[str, str, str]) -> tuple[str, str, str]:
