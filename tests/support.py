@@ -26,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fusedckpt.fusing.accuracy import FEWEST, Errors, bound
 from fusedckpt.kernels import gemm
-from fusedckpt.memory import saved_tensors
+from fusedckpt.memory import peak_bytes, saved_tensors
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = (torch.bfloat16, torch.float16)
@@ -160,6 +160,19 @@ def saved_bytes(fn: Function, inputs: Inputs) -> int:
         outputs = fn(*inner)
     del outputs
     return saved.nbytes
+
+
+def peak_of_step(model: torch.nn.Module, x: torch.Tensor) -> int:
+    """Return the peak of a forward and backward of a model, its input counted as an intermediate.
+
+    Run it before once, so that the gradients of parameters are there.
+    """
+
+    def step() -> None:
+        model(x.detach().requires_grad_() * 1).square().mean().backward()
+
+    step()
+    return peak_bytes(step, x.device)
 
 
 class Watched(TorchDispatchMode):

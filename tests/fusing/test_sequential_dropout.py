@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from own_mlps import SquaredReLU
-from support import DEVICE, randn, saved_bytes
+from support import DEVICE, peak_of_step, randn, saved_bytes
 from swap_cases import D, F, assert_equal
 from torch import nn
 
@@ -89,6 +89,17 @@ def test_one_block(name):
     assert saved_bytes(model, [x]) == 8 * T * D
     unfuse(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in eager.modules()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_falls_with_saved_bytes(name):
+    """Of six modules; at most one recomputes at a time."""
+    eager, x = nn.Sequential(*[CASES[name][0]() for _ in range(6)]).to(DEVICE), randn(64, D)
+    model = copy.deepcopy(eager)
+    fuse(model)
+    saved = [saved_bytes(m, [x]) for m in (eager, model)]
+    peaks = [peak_of_step(m, x) for m in (eager, model)]
+    assert peaks[0] - peaks[1] >= 0.7 * (saved[0] - saved[1]) > 0
 
 
 def test_a_hook_inside_is_seen_and_named():

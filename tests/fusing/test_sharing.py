@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support import DEVICE, gemms, randn, saved_bytes
+from support import DEVICE, gemms, peak_of_step, randn, saved_bytes
 from torch import nn
 from torch.nn import functional as F_
 from torch.utils.checkpoint import checkpoint
@@ -89,6 +89,17 @@ def test_only_the_norms_inputs_are_saved(save, kept):
     with saved_tensors() as saved:
         fused.q(x * 1)
     assert saved.nbytes == 8 * T * D
+
+
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+def test_the_peak_falls_with_saved_bytes(save):
+    """Of six layers; at most one recomputes at a time."""
+    eager = nn.Sequential(*[Layer(nn.GELU()) for _ in range(6)]).to(DEVICE, torch.float64)
+    fused, x = copy.deepcopy(eager), randn(64, D, dtype=torch.float64)
+    fusedckpt.fuse(fused, save=save)
+    saved = [saved_bytes(m, [x]) for m in (eager, fused)]
+    peaks = [peak_of_step(m, x) for m in (eager, fused)]
+    assert peaks[0] - peaks[1] >= 0.85 * (saved[0] - saved[1]) > 0
 
 
 def test_memory_is_as_counted_and_freed_by_backward():
