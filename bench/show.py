@@ -74,7 +74,7 @@ def prepare(chosen: Namespace) -> Namespace:
             text = "have no case in common on the same device"
             raise ValueError(f"{first} and {second} {text}")
     if chosen.plot and not any(is_timed(row) for rows in chosen.cases[0] for row in rows):
-        raise ValueError(f"{chosen.files[0]}: nothing was measured")
+        raise ValueError(f"{chosen.files[0]}: no row has times to draw")
     return chosen
 
 

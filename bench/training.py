@@ -1,9 +1,9 @@
 """Ways of training one model, and their costs: bytes, FLOPs, time, and the losses they reach.
 
 All ways share the model's parameters and start from the same ones, so that as many fit as one
-likes. Numbers first: a way whose gradients are further from float64 than the project's rule allows
-is not timed. Then memory, that of a step which finds gradients, as all but a first micro-batch do.
-Then time: the ways train in turns, and each turn begins with another one.
+likes. Numbers first: a way is not timed if its gradients are further from float64 than the
+project's rule allows. Then memory, that of a step which finds gradients, as all but a first
+micro-batch do. Then time: the ways train in turns, and each turn begins with another one.
 """
 
 from __future__ import annotations

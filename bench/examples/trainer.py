@@ -2,9 +2,9 @@
 
     python -m bench.examples.trainer
 
-Prints the report of `fuse`, then what a step of the first batch saves by module, then the losses of
-four steps, which fall. `activation_checkpointing=True` asks for checkpoints; in older releases of
-transformers it is called `gradient_checkpointing`. Attention does not run again in them.
+Prints the report of `fuse`, then the bytes that a step of the first batch saves by module, then
+the losses of four steps, which fall. `activation_checkpointing=True` asks for checkpoints; in older
+releases of transformers it is called `gradient_checkpointing`. They do not run attention again.
 """
 
 from __future__ import annotations

@@ -64,4 +64,4 @@ def test_memory_too_small_is_a_reason(tmp_path, bench_run, monkeypatch, capsys, 
     options = ("--case=mlp", "--only=eager", "--memory=1", "--repeat=1")
     assert bench_run(tmp_path, *options)[0] == 0
     assert "eager: not even 48 tokens fit" in capsys.readouterr().out
-    assert "nothing was measured" in refused("show", "--plot", str(tmp_path / "run.jsonl"))
+    assert "no row has times to draw" in refused("show", "--plot", str(tmp_path / "run.jsonl"))
