@@ -51,6 +51,16 @@ def sizes(**changes: object) -> list[str]:
     return [f"--{name}={size}" for name, size in (SIZES | changes).items()]
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Draw no figure: those of other tests of a command are the same but for numbers."""
+
+    def draw(cases: object, path: Path) -> None:
+        path.write_bytes(b"\x89PNG")
+
+    monkeypatch.setattr("bench.drawings.draw_training", draw)
+
+
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory) -> Rows:
     (rows,) = bench(tmp_path_factory.mktemp("demo"), "demo", *sizes())
@@ -78,6 +88,7 @@ def test_demo_trains_alike_and_saves_less(demo):
     assert plan["peak_bytes"] <= plan["budget_bytes"] == demo["checkpoint"]["peak_bytes"]
 
 
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(
     ("option", "bound"),
     [
@@ -95,6 +106,7 @@ def test_demo_of_other_models(tmp_path, option, bound):
     assert rows["fuse+ckpt"]["saved_bytes"] < rows["eager"]["saved_bytes"] / 2
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_selective_peer_keeps_results_of_gemms_and_attention(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     names = ("checkpoint", "selective", "fuse", "fuse+recipes")
@@ -184,7 +196,8 @@ def test_held_out_data_are_in_no_batch(kind, monkeypatch):
 @pytest.mark.parametrize("base", ["dense", "int8"])
 def test_finetuning_saves_less(tmp_path, base):
     pytest.importorskip("peft")
-    options = [*sizes(steps=2, seq=32, batch=2), "--pretrain=1", "--lora=4", f"--base={base}"]
+    short = sizes(steps=2, repeat=1, seq=32, batch=2)
+    options = [*short, "--pretrain=1", "--lora=4", f"--base={base}"]
     (rows,) = bench(tmp_path, "finetune", *options)
     assert list(rows) == ["eager", "checkpoint", "fuse", "fuse preact", "fuse+plan"]
     for row in rows.values():
@@ -358,6 +371,7 @@ def test_gradients_that_nothing_can_be_compared_with_are_not_judged():
     assert row["unjudged"].startswith("eager does not run in float64 (RuntimeError: ")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_losses_that_disagree_end_in_an_error(tmp_path, monkeypatch, capsys):
     def wrong(functions, segments, input):
         y = nn.Sequential(*functions)(input)
@@ -443,6 +457,7 @@ def test_ways_of_a_model_of_yours(file, capsys):
     assert "model.config.use_cache was set to False" in out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ways_that_are_compiled(file, monkeypatch):
     # budgets are the partitioner's: what it saves needs no compiler of C++
     def partition(graph, inputs, **options):
@@ -460,6 +475,7 @@ def test_ways_that_are_compiled(file, monkeypatch):
     assert rows["fuse+compile"]["saved_bytes"] < rows["fuse preact+compile"]["saved_bytes"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_budgets_that_no_plan_fits_and_ways_that_fail_are_told(file, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(file.parent))
     options = ["--budget=64KiB", "--budget=1KiB", "--budget=2KiB", "--repeat=1"]

@@ -22,7 +22,8 @@ from fusedckpt.blocks.call import BlockCall
 from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, norm_rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
-T, D, FF, OUT = 37, 5, 7, 11
+# so wide that four draws are enough numbers of a vector
+T, D, FF, OUT = 37, 65, 67, 71
 INPUTS = "x", "fc1", "fc1_bias", "norm", "fc2", "fc2_bias"
 # the gradients of which any one makes a level save x, or z
 SAVED = {
@@ -63,8 +64,9 @@ def eager(x: Tensor, w1: Any, b1: Any, weight: Any, w2: Any, b2: Any) -> Tensor:
     return F.linear(F.rms_norm(h, h.shape[-1:], weight), w2, b2)
 
 
-def inputs(mask=(True,) * 6, dtype=torch.float32, rows=(T,)) -> list[Tensor]:
-    shapes = (*rows, D), (FF, D), (FF,), (FF,), (OUT, FF), (OUT,)
+def inputs(mask=(True,) * 6, dtype=torch.float32, rows=(T,), features=(D, FF, OUT)) -> list[Tensor]:
+    before, hidden, after = features
+    shapes = (*rows, before), (hidden, before), (hidden,), (hidden,), (after, hidden), (after,)
     pairs = zip(shapes, mask, strict=True)
     return [randn(*shape, dtype=dtype, requires_grad=wanted) for shape, wanted in pairs]
 
@@ -94,9 +96,9 @@ def test_dtypes_and_leading_dimensions(level, dtype):
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_second_derivatives(chunks):
     fused = partial(relu2_mlp, chunks=chunks)
-    given = inputs(dtype=torch.float64, rows=(4,))
-    assert torch.autograd.gradcheck(fused, given)
-    assert torch.autograd.gradgradcheck(fused, given)
+    leaves = inputs(dtype=torch.float64, rows=(4,), features=(5, 7, 11))
+    assert torch.autograd.gradcheck(fused, leaves)
+    assert torch.autograd.gradgradcheck(fused, leaves)
 
 
 def test_schedule():

@@ -152,7 +152,7 @@ class Wrapped(nn.Sequential):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("width", "rows"), [(128, 512), (128, 64)])
+@pytest.mark.parametrize(("width", "rows"), [(64, 256), (64, 32)])
 @pytest.mark.parametrize("where", ["outside", "in the model", "in units"])
 def test_casts_of_weights_are_predicted(where, width, rows, policy):
     kind = Wrapped if where == "in the model" else nn.Sequential
