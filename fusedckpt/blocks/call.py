@@ -143,9 +143,10 @@ class BlockCall:
         self.num_seeds = num_seeds
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1
-        is_norm = isinstance(program.steps[0].op, Norm)
-        self.shares = is_one and not is_norm
-        self.is_norm = is_one and is_norm
+        begins_with_norm = isinstance(program.steps[0].op, Norm)
+        self.shares = is_one and not begins_with_norm
+        # whether it is a norm alone
+        self.is_norm = is_one and begins_with_norm and len(program.steps) == 1
         self.num_inputs = len(program.inputs)
         self.num_dims = program.num_dims
         # places of weights with a gradient that is computed late

@@ -203,6 +203,16 @@ def test_a_model_that_is_a_block_and_back():
         fusedckpt.fuse(model, recipes="yes")
 
 
+def test_the_result_of_a_block_that_begins_with_a_norm():
+    """It has no recipe: only a norm alone has."""
+    torch.manual_seed(0)
+    mlp = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+    eager = nn.Sequential(nn.Linear(D, D), mlp, nn.Linear(D, D)).double()
+    x = torch.randn(1000, D, dtype=torch.float64)
+    fused = with_recipes(eager, norm=True, mlp=True, linear=True)
+    torch.testing.assert_close(step(fused, x), step(eager, x), rtol=1e-9, atol=1e-9)
+
+
 def test_small_tensors_run_as_they_are(monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 1 << 20)
     eager, x = net("residual")
