@@ -341,14 +341,14 @@ def run(name: str, draw: random.Random, rounds: int) -> Result:
     except ValueError as error:
         least = int(str(error).split(" bytes")[0].split()[-1])
     budget = int(least + share * (most - least))
-    found = loop.planned(budget)
-    found.apply(model)
+    plan = loop.planned(budget)
+    plan.apply(model)
     measured = loop.peak()
-    found.undo()
-    actual = extra_of(loop, found, rounds)
-    claimed, error = (ms / found.forward_ms for ms in (found.extra_ms, found.error_ms))
-    error = error if found.rounds else math.inf
-    return Result(budget, found.predicted_bytes, measured, claimed, error, actual)
+    plan.undo()
+    actual = extra_of(loop, plan, rounds)
+    claimed, error = (ms / plan.forward_ms for ms in (plan.extra_ms, plan.error_ms))
+    error = error if plan.rounds else math.inf
+    return Result(budget, plan.predicted_bytes, measured, claimed, error, actual)
 
 
 def main() -> int:
@@ -365,19 +365,19 @@ def main() -> int:
     print(f"{'model':14}    asked predicted  measured     off  claimed     +-   actual")
     for i in range(args.runs):
         name = args.model or list(MODELS)[i % len(MODELS)]
-        found = run(name, random.Random(f"{args.seed} {i}"), args.rounds)
-        off, flag = found.predicted / found.measured - 1, ""
+        outcome = run(name, random.Random(f"{args.seed} {i}"), args.rounds)
+        off, flag = outcome.predicted / outcome.measured - 1, ""
         errors.append(off)
-        if found.measured > found.asked:
+        if outcome.measured > outcome.asked:
             exceeded, flag = exceeded + 1, "EXCEEDED"
-        if args.rounds and found.claimed and max(found.claimed, found.actual) > 0.05:
-            ratio = found.actual / found.claimed
+        if args.rounds and outcome.claimed and max(outcome.claimed, outcome.actual) > 0.05:
+            ratio = outcome.actual / outcome.claimed
             # the others are predicted
-            if is_told := found.claimed >= 2 * found.error:
+            if is_told := outcome.claimed >= 2 * outcome.error:
                 ratios.append(ratio)
             flag += f" {'x' if is_told else '~'}{ratio:.2f}"
-        mib = " ".join(f"{nbytes / 2**20:9.3f}" for nbytes in found[:3])
-        shares = " ".join(f"{share:7.1%}" for share in (off, *found[3:]))
+        mib = " ".join(f"{nbytes / 2**20:9.3f}" for nbytes in outcome[:3])
+        shares = " ".join(f"{share:7.1%}" for share in (off, *outcome[3:]))
         print(f"{name:14}{mib} {shares}  {flag}", flush=True)
     off = f"predicted {min(errors):+.1%} to {max(errors):+.1%}"
     print(f"{args.runs} runs, {exceeded} budgets exceeded; {off}")

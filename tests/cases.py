@@ -39,16 +39,16 @@ class Case:
         numbers of a vector.
         """
         shapes = self.shapes(rows, d, f)
-        found = []
+        tensors = []
         for index, shape in enumerate(shapes):
             if shape is None:
-                found.append(None)
+                tensors.append(None)
                 continue
             x = torch.randn(shape, dtype=torch.float64)
             if index and len(shape) > 1 and shape != shapes[0]:
                 x /= max(1, shape[-1]) ** 0.5
-            found.append(x.to(DEVICE, dtype).requires_grad_(mask is None or mask[index]))
-        return found
+            tensors.append(x.to(DEVICE, dtype).requires_grad_(mask is None or mask[index]))
+        return tensors
 
     @property
     def num_inputs(self) -> int:
@@ -69,9 +69,9 @@ def _norm(name: str, function: str, tensors: str, num_dims: int = 1, **options: 
     """`tensors` names what follows x: r(esidual) or gate, w(eight), b(ias)."""
 
     def call(module: Any, x: Tensor, *rest: Tensor) -> Any:
-        given = dict(zip(tensors, rest, strict=True))
-        before = (x, given["r"]) if "r" in given else (x,)
-        after = (given[key] for key in "wb" if key in given)
+        by_key = dict(zip(tensors, rest, strict=True))
+        before = (x, by_key["r"]) if "r" in by_key else (x,)
+        after = (by_key[key] for key in "wb" if key in by_key)
         return getattr(module, function)(*before, x.shape[-num_dims:], *after, **options)
 
     shape = {"r": lambda rows, d: (*rows, d), "w": lambda rows, d: (*rows, d)[-num_dims:]}
@@ -194,12 +194,12 @@ def _experts(name: str, num_experts: int, top_k: int, bias: bool, **options: Any
 
     def call(module: Any, x: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, *biases: Any):
         index = index_of(x.shape[:-1], num_experts, top_k)
-        given = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
-        return module.experts(x, index, scores, gate_up, down, **given, **options)
+        bias_options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=False))
+        return module.experts(x, index, scores, gate_up, down, **bias_options, **options)
 
     def shapes(rows: tuple[int, ...], d: int, f: int) -> list[tuple[int, ...] | None]:
-        found = [(2 * f, d), (d, f)]
-        weights = [(num_experts, *(s[::-1] if turns else s)) for s in found]
+        sizes = [(2 * f, d), (d, f)]
+        weights = [(num_experts, *(s[::-1] if turns else s)) for s in sizes]
         biases = [(num_experts, 2 * f), (num_experts, d)] if bias else []
         return [(*rows, d), (*rows, top_k), *weights, *biases]
 

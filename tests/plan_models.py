@@ -105,10 +105,10 @@ class Pairs(nn.Module):
         self.units = nn.ModuleList(Pair(dim) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        both = x, x * 2
+        pair = x, x * 2
         for unit in self.units:
-            both = unit(both, scale=2.0)
-        return both[0] + both[1]
+            pair = unit(pair, scale=2.0)
+        return pair[0] + pair[1]
 
 
 class Packed(nn.Module):

@@ -72,29 +72,29 @@ def remember_operands() -> None:
         if key in pairs:
             left, right, *_ = pairs[key]
             return fit(self, lhs, left), fit(self, rhs, right)
-        found = check(self, lhs, rhs, *rules, **named)
+        operands = check(self, lhs, rhs, *rules, **named)
         # with the types, so that their ids stay theirs
-        pairs[key] = found[0].type, found[1].type, a, b
-        return found
+        pairs[key] = operands[0].type, operands[1].type, a, b
+        return operands
 
     def with_a_number(self, lhs, rhs, *rules, **named):
         is_left = type(lhs) is tl.tensor
-        given, number = (lhs, rhs) if is_left else (rhs, lhs)
-        key = (id(given.type), type(number), number, is_left, rules, *named.items())
+        tensor, number = (lhs, rhs) if is_left else (rhs, lhs)
+        key = (id(tensor.type), type(number), number, is_left, rules, *named.items())
         if key not in constants:
-            found = check(self, lhs, rhs, *rules, **named)
-            constants[key] = found[is_left], found[not is_left].type, given.type
+            operands = check(self, lhs, rhs, *rules, **named)
+            constants[key] = operands[is_left], operands[not is_left].type, tensor.type
             # one for all: what writes to it raises
-            found[is_left].handle.data.setflags(write=False)
-            return found
+            operands[is_left].handle.data.setflags(write=False)
+            return operands
         constant, wanted, _ = constants[key]
-        given = fit(self, given, wanted)
-        return (given, constant) if is_left else (constant, given)
+        tensor = fit(self, tensor, wanted)
+        return (tensor, constant) if is_left else (constant, tensor)
 
     def checked(self, lhs, rhs, *rules, **named):
         tensors = (type(lhs) is tl.tensor) + (type(rhs) is tl.tensor)
-        found = (check, with_a_number, of_tensors)[tensors]
-        return found(self, lhs, rhs, *rules, **named)
+        checked_by = (check, with_a_number, of_tensors)[tensors]
+        return checked_by(self, lhs, rhs, *rules, **named)
 
     TritonSemantic.binary_op_type_checking_impl = checked
 
@@ -146,10 +146,10 @@ def shift_bfloat16() -> None:
         if rounding is not None or source not in width or target not in width:
             return convert(x, source, target, rounding)
         unsigned = width[source]
-        bits, one = x.view(unsigned), unsigned(1)
-        magnitude = (bits << one) >> one
+        bits, single = x.view(unsigned), unsigned(1)
+        magnitude = (bits << single) >> single
         # one below zero is the greatest number
-        if np.any(magnitude - one < unsigned((1 << source.fp_mantissa_width) - 1)):
+        if np.any(magnitude - single < unsigned((1 << source.fp_mantissa_width) - 1)):
             return convert(x, source, target, rounding)
         if target is tl.float32:
             return bits.astype(np.uint32) << np.uint32(16)

@@ -70,14 +70,14 @@ def results(fn: Function, inputs: Inputs, douts: Sequence[Tensor]) -> list[Tenso
     """Return outputs, then the gradient of every input that requires one."""
     outputs = as_tuple(fn(*inputs))
     wanted = leaves_of(inputs)
-    found = []
+    grads = []
     if wanted:
         pairs = [
             (y, dout.to(y.dtype)) for y, dout in zip(outputs, douts, strict=True) if y.requires_grad
         ]
-        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dout for _, dout in pairs])
-        assert all(grad.dtype == x.dtype for grad, x in zip(found, wanted, strict=True))
-    return [*(y.detach() for y in outputs), *found]
+        grads = torch.autograd.grad([y for y, _ in pairs], wanted, [dout for _, dout in pairs])
+        assert all(grad.dtype == x.dtype for grad, x in zip(grads, wanted, strict=True))
+    return [*(y.detach() for y in outputs), *grads]
 
 
 def in_float64(inputs: Inputs) -> list[Tensor | None]:
@@ -206,14 +206,14 @@ def gemms(fn: Callable[[], Any]) -> list[tuple[int, int, int]]:
     """Return m, n, k of the GEMMs that a CPU really runs, from the profiler's shapes."""
     with torch.profiler.profile(record_shapes=True) as profiler:
         fn()
-    found = []
+    sizes = []
     # as they were recorded: profiler.events() takes longer than what it is asked about
     for event in profiler.profiler.kineto_results.events():  # type: ignore[union-attr]
         if event.name() in ("aten::mm", "aten::addmm", "aten::addmm_"):
             first = 0 if event.name() == "aten::mm" else 1
             (m, k), (_, n) = event.shapes()[first : first + 2]
-            found.append((m, n, k))
-    return found
+            sizes.append((m, n, k))
+    return sizes
 
 
 def gemm_flops(fn: Callable[[], Any]) -> int:

@@ -55,9 +55,9 @@ FIRST, LAST = ("gate_proj", "up_proj", "fc1"), ("down_proj", "fc2")
 
 def plan(of: nn.Module, column: dict, row: dict, **others: Any) -> dict[str, Any]:
     names = [name for name, _ in of.named_modules()]
-    found = {n: ColwiseParallel(**column) for n in names if n.rpartition(".")[2] in FIRST}
-    found |= {n: RowwiseParallel(**row) for n in names if n.rpartition(".")[2] in LAST}
-    return found | {name: style for name, style in others.items() if name in names}
+    styles = {n: ColwiseParallel(**column) for n in names if n.rpartition(".")[2] in FIRST}
+    styles |= {n: RowwiseParallel(**row) for n in names if n.rpartition(".")[2] in LAST}
+    return styles | {name: style for name, style in others.items() if name in names}
 
 
 ROWS = {"output_layouts": Shard(1)}

@@ -40,18 +40,18 @@ FILES |= {module_of(path): path for path in sorted((PACKAGE / "kernels").glob("*
 
 def imports_of(module: str) -> set[str]:
     """Return what a file imports, at whatever time, and what it names in a string to import."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
             package = module.rsplit(".", node.level)[0] if node.level else ""
             base = ".".join(filter(None, (package, node.module)))
-            found |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
+            names |= {base, *(f"{base}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.add(node.value)
+            names.add(node.value)
     # `from fusedckpt import x` names the package too, which imports everything
-    return (found & FILES.keys()) - {module, "fusedckpt"}
+    return (names & FILES.keys()) - {module, "fusedckpt"}
 
 
 GRAPH = {module: imports_of(module) for module in FILES}

@@ -100,9 +100,9 @@ def test_the_tools_figures_are_the_committed_ones():
         expected.append(f" {' | '.join(cells)} |")
     text = (ROOT / "fusedckpt/README.md").read_text(encoding="utf-8")
     table = text.partition("| saved | peak | time |\n")[2].partition("\n\n")[0]
-    found = [line.split("|", 4)[4] for line in table.splitlines()[1:]]
+    texts = [line.split("|", 4)[4] for line in table.splitlines()[1:]]
     # a plan has no figure of its own there
-    assert [line for line in found if line.strip(" |")] == expected
+    assert [line for line in texts if line.strip(" |")] == expected
 
 
 def surveyed_groups() -> dict[str, list[dict[str, dict]]]:
@@ -247,8 +247,8 @@ def test_models_save_as_recorded(name):
 def blocks(page: str, kind: str) -> list[str]:
     """Return the blocks of code of a kind, "" for output, of a page."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.findall(r"^```(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [block for name, block in found if name == kind]
+    blocks = re.findall(r"^```(.*?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for name, block in blocks if name == kind]
 
 
 def first_code(page: str) -> str:

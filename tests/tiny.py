@@ -76,15 +76,15 @@ def _fill(module: nn.Module) -> None:
 
 
 def _arguments(kind: type[nn.Module], config: Any) -> dict[str, Any]:
-    found = {}
+    options = {}
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if "config" in name or name in ("args", "model_args", "cfg"):
-            found[name] = config
+            options[name] = config
         elif parameter.default is parameter.empty:
-            found[name] = _guess(name, parameter.annotation)
-    return found
+            options[name] = _guess(name, parameter.annotation)
+    return options
 
 
 def _guess(name: str, annotation: Any) -> Any:

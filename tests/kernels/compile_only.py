@@ -251,27 +251,29 @@ def _hash_of(ptx: str) -> str:
 def _geometry(
     kernel: JITFunction, args: Sequence[Any], kwargs: dict[str, Any], grid: Sequence[int]
 ) -> dict[str, Any]:
-    given = dict(zip(kernel.arg_names, args, strict=False))
-    leaves = [value for _, value in _leaves("", tuple(given.values()))]
+    arguments = dict(zip(kernel.arg_names, args, strict=False))
+    leaves = [value for _, value in _leaves("", tuple(arguments.values()))]
     tensors = [value for value in leaves if isinstance(value, torch.Tensor)]
     largest = max(t.numel() for t in tensors)
     rows, columns, depth = kwargs.get("BLOCK_M", 1), kwargs.get("BLOCK_N"), kwargs.get("BLOCK_K")
-    found = {
+    geometry = {
         "grid": math.prod(grid),
         "tile": (rows * (columns or kwargs.get("BLOCK", 1)), rows),
         "operand_bytes": sum(t.element_size() for t in tensors if t.numel() == largest),
     }
     if columns and depth:
-        operand = getattr(given["x"], "base", given["x"])
+        operand = getattr(arguments["x"], "base", arguments["x"])
         loaded = (rows + columns) * depth * operand.element_size()
         # the epilogue's data are as large as its result
-        out = [value for _, value in _leaves("", given["out"]) if isinstance(value, torch.Tensor)]
+        out = [
+            value for _, value in _leaves("", arguments["out"]) if isinstance(value, torch.Tensor)
+        ]
         numel = max(t.numel() for t in out)
         nbytes = sum(t.element_size() for t in out if t.numel() == numel)
         # an expert's share of rows
-        k = given["k"] if "k" in given else operand.shape[0] // given["ends"].shape[0]
-        found |= {"loop": (k, -(-k // depth), loaded), "operand_bytes": nbytes}
-    return found
+        k = arguments["k"] if "k" in arguments else operand.shape[0] // arguments["ends"].shape[0]
+        geometry |= {"loop": (k, -(-k // depth), loaded), "operand_bytes": nbytes}
+    return geometry
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -68,7 +68,7 @@ class Model(NamedTuple):
 
 def model(record: Compiled) -> Model:
     """Count instructions, bytes and barriers in the compiled form of a kernel of NVIDIA's."""
-    chip, found = CHIPS[record.target], Body(*record.body)
+    chip, body = CHIPS[record.target], Body(*record.body)
     threads, (elements, rows) = 32 * record.num_warps, record.tile
     k, times, loaded = record.loop
     registers = -(-record.registers // 8) * 8 * threads
@@ -76,15 +76,15 @@ def model(record: Compiled) -> Model:
     # without a device one multiprocessor's share of programs that persist is launched
     fitting = min(fitting, record.grid)
     if loaded:
-        ahead = found.depth * loaded
-        moved = threads * (found.read_after + found.written_after) / elements
-        instructions = threads * (found.before + times * found.instructions + found.after)
+        ahead = body.depth * loaded
+        moved = threads * (body.read_after + body.written_after) / elements
+        instructions = threads * (body.before + times * body.instructions + body.after)
         share = moved / chip.copy / (2 * k / chip.matmul)
     else:
-        ahead = found.copied * found.depth if found.copied else found.read // max(1, found.trips)
+        ahead = body.copied * body.depth if body.copied else body.read // max(1, body.trips)
         ahead *= threads
-        moved = threads * (found.read + found.copied + found.written) / elements
-        instructions = threads * found.instructions
+        moved = threads * (body.read + body.copied + body.written) / elements
+        instructions = threads * body.instructions
         share = instructions / elements / (moved * chip.issued)
     return Model(
         _name(record.label) + (f", K = {k}" if loaded else ""),
@@ -94,8 +94,8 @@ def model(record: Compiled) -> Model:
         in_flight=fitting * ahead,
         moved=moved,
         minimum=record.operand_bytes,
-        barriers=found.barriers / (1 if loaded else rows),
-        trips=found.trips,
+        barriers=body.barriers / (1 if loaded else rows),
+        trips=body.trips,
         instructions=instructions / elements,
         share=share,
     )

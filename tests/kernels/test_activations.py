@@ -114,8 +114,8 @@ def test_extremes_go_where_torch_sends_them(name, path, dtype):
     dh = torch.tensor([1.0, 0.0, float("nan"), *stops]).to(DEVICE, dtype)
     z, dh = (t.contiguous() for t in torch.broadcast_tensors(z[:, None], dh[None, :]))
     spoiled = z.isnan(), z.isnan() | dh.isnan()
-    found = zip(evaluate(path, name, z, dh), eager(name, z, dh), spoiled, strict=True)
-    for ours, theirs, nan in found:
+    columns = zip(evaluate(path, name, z, dh), eager(name, z, dh), spoiled, strict=True)
+    for ours, theirs, nan in columns:
         assert ours[nan & theirs.isnan()].isnan().all()
         # torch's vectorised erf-GELU, for one, makes NaN of inf: the limit is as good
         ours = torch.where(theirs.isnan(), theirs, ours)

@@ -38,8 +38,8 @@ def test_a_gate_lies_where_broadcasting_says(size, gate):
     place = operand_places_of(values, like)
     assert place is not None
     i = torch.arange(like.numel())
-    found = values.flatten()[i // place.span * place.stride + i // place.step % place.width]
-    assert torch.equal(found, values.expand(size).flatten())
+    addressed = values.flatten()[i // place.span * place.stride + i // place.step % place.width]
+    assert torch.equal(addressed, values.expand(size).flatten())
 
 
 def test_other_gates_are_refused():

@@ -40,12 +40,12 @@ def special(name, dtype):
     """Return every special value, each boundary, and its neighbours."""
     tiny, info = torch.tensor(0.0, dtype=dtype), torch.finfo(dtype)
     up, down = torch.tensor(math.inf, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)
-    found = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min]
-    found += [torch.nextafter(tiny, up).item(), torch.nextafter(tiny, down).item(), info.tiny]
+    numbers = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min]
+    numbers += [torch.nextafter(tiny, up).item(), torch.nextafter(tiny, down).item(), info.tiny]
     for boundary in APPROXIMATE[name].boundaries:
         at = torch.tensor(boundary, dtype=dtype)
-        found += [at.item(), torch.nextafter(at, up).item(), torch.nextafter(at, down).item()]
-    return torch.tensor(found, dtype=dtype)
+        numbers += [at.item(), torch.nextafter(at, up).item(), torch.nextafter(at, down).item()]
+    return torch.tensor(numbers, dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF, torch.float64], ids=str)

@@ -79,18 +79,18 @@ def test_kernels_of_sm_80_fit_chips_that_share_their_ptx(compiled, chip):
 @pytest.mark.parametrize("chip", [name for name in CHIPS if name.startswith("sm_")])
 def test_all_programs_of_a_norms_gradient_run_at_the_same_time(compiled, chip):
     """One that waits for the others would take as long again."""
-    found = [r for r in compiled if (r.target, r.kernel) == (chip, "norm_grad_kernel")]
-    assert len(found) >= 10, chip
-    for record in found:
+    gradients = [r for r in compiled if (r.target, r.kernel) == (chip, "norm_grad_kernel")]
+    assert len(gradients) >= 10, chip
+    for record in gradients:
         registers = -(-record.registers // 8) * 8 * 32 * record.num_warps
         assert record.grid * registers <= 65536, record.label
         assert record.grid * (record.shared + 1024) <= CHIPS[chip].multiprocessor, record.label
 
 
 def norms(compiled: list[Compiled], kernel: str) -> list[Compiled]:
-    found = [r for r in compiled if (r.target, r.kernel) == ("sm_90", kernel)]
-    assert {r.tile[0] // r.tile[1] for r in found} >= {64, 1024, 2048, 4096, 8192}
-    return found
+    records = [r for r in compiled if (r.target, r.kernel) == ("sm_90", kernel)]
+    assert {r.tile[0] // r.tile[1] for r in records} >= {64, 1024, 2048, 4096, 8192}
+    return records
 
 
 @pytest.mark.parametrize("kernel", ["norm_kernel", "norm_grad_kernel"])
@@ -113,8 +113,8 @@ def test_the_gradient_of_a_norm_reads_a_row_once(compiled):
 
 def test_a_gemm_has_enough_of_its_tiles_under_way(compiled):
     """And its epilogue moves at least what there is: the table has read its loop apart from it."""
-    found = [r for r in compiled if (r.target, r.kernel) == ("sm_90", "gemm_kernel")]
-    tiled = [r for r in found if "DESCRIPTORS=True" in r.label and "bfloat16" in r.label]
+    records = [r for r in compiled if (r.target, r.kernel) == ("sm_90", "gemm_kernel")]
+    tiled = [r for r in records if "DESCRIPTORS=True" in r.label and "bfloat16" in r.label]
     assert len(tiled) >= 16
     for record in tiled:
         row = model(record)
@@ -135,8 +135,8 @@ def test_the_table_of_models(compiled, monkeypatch, capsys):
 def kernels() -> list[ast.FunctionDef]:
     """All functions under triton.jit, in kernels/."""
     folder = Path(__file__).parents[2] / "kernels"
-    found = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    functions = [node for node in found if isinstance(node, ast.FunctionDef)]
+    nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     return [f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
 
 

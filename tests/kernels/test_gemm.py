@@ -98,8 +98,8 @@ def test_fused_linear(kind, dtype, covered):
     truth = eager_linear(*(t.double() for t in (x, w, b, dy)))
     h, z = linear.linear_then_act(x, w, b, "gelu", True)
     dz, db = linear.linear_act_dz(dy, x, w, b, "gelu", True)
-    for found in zip((h, z, dz, db), theirs, truth, strict=True):
-        agree(*found)
+    for results in zip((h, z, dz, db), theirs, truth, strict=True):
+        agree(*results)
     # w as the transpose of what lies in memory
     turned, _ = linear.linear_then_act(x, w.t().contiguous().t(), b, "gelu", False)
     agree(turned, theirs[0], truth[0])
@@ -140,8 +140,8 @@ def test_hybrid(kind, gated, dtype, covered):
     grads = HiddenGrad(z, up, h, dz, dup)
     db = hybrid_grad(dy, down, grads, "silu", (True, gated))
     ours = (h, dz, dup, *db) if gated else (h, dz, db[0])
-    for found in zip(ours, theirs, truth, strict=True):
-        agree(*found)
+    for results in zip(ours, theirs, truth, strict=True):
+        agree(*results)
     assert len(covered) == 1
     assert all(count > 1 for counts in covered for count in counts)
 
@@ -178,10 +178,10 @@ def test_products(sizes, turned, dtype):
         truth = products(rows, *(t.double() for t in (x, w, first, *extra)))
         ours = total.clone() if adds else torch.empty_like(total)
         grouped_gemm(x, w, ends, ours, *extra, adds=adds)
-        own = slice(0, sum(counts))
-        agree(ours[own], theirs[own], truth[own])
+        routed = slice(0, sum(counts))
+        agree(ours[routed], theirs[routed], truth[routed])
         # rows of no expert are not written
-        assert not adds or torch.equal(ours[own.stop :], total[own.stop :])
+        assert not adds or torch.equal(ours[routed.stop :], total[routed.stop :])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -209,9 +209,9 @@ def test_gradients_of_weights(sizes, dtype):
 def test_sums_over_rows(shape, given):
     pair = [torch.randn(shape, device=DEVICE) if there else None for there in given]
     with launches() as count:
-        found = sum_partials(*pair)
+        sums = sum_partials(*pair)
     assert count == {"sum_partials_kernel": 1}
-    for total, partial in zip(found, pair, strict=True):
+    for total, partial in zip(sums, pair, strict=True):
         assert (total is None) == (partial is None)
         if total is not None:
             torch.testing.assert_close(total, partial.double().sum(0).float())

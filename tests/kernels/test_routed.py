@@ -81,11 +81,11 @@ def test_gates_as_aten(rule, is_packed, dtype):
         return h, *gating.gated_grad(dh, z, up, scores, route, rule, (True, True))
 
     with launches() as counts:
-        found = computed(ours, z, up, dh)
+        results = computed(ours, z, up, dh)
     assert counts == {"gate_kernel": 1, "gate_grad_kernel": 1}
     same = computed(aten, z, up, dh)
     truth = computed(aten, *[None if t is None else t.double() for t in (z, up, dh)])
-    for a, b, t in zip(found, same, truth, strict=True):
+    for a, b, t in zip(results, same, truth, strict=True):
         assert (a is None) == (b is None)
         if a is not None:
             errors = Errors(a.dtype)
@@ -94,7 +94,7 @@ def test_gates_as_aten(rule, is_packed, dtype):
     over = [None if t is None else t.clone() for t in (dh, z, up)]
     places = dict(zip(("h", "dz", "du"), over, strict=True))
     again = gating.gated_grad(*over, scores, ours, rule, (True, True), **places)
-    assert all(a is b or torch.equal(a, b) for a, b in zip(found[1:], again, strict=True))
+    assert all(a is b or torch.equal(a, b) for a, b in zip(results[1:], again, strict=True))
 
 
 @pytest.mark.parametrize("rule", ["silu", *GATINGS[2:]], ids=str)

@@ -193,10 +193,10 @@ def box(rows: np.ndarray, swizzle: int = 3, rounds: bool = False) -> TensorMap:
 
 def test_a_tensor_map_rounds_to_tf32_and_pads_with_zeros():
     x = np.random.default_rng(0).standard_normal((8, 32)).astype("f4")
-    found = box(x, rounds=True).read([4, 0]).view("f4")
-    assert (found.view("u4") & 0x1FFF == 0).all()
-    assert (np.abs(found[:4] - x[4:]) <= np.abs(x[4:]) * 2.0**-11).all()
-    assert (found[4:] == 0).all()
+    rounded = box(x, rounds=True).read([4, 0]).view("f4")
+    assert (rounded.view("u4") & 0x1FFF == 0).all()
+    assert (np.abs(rounded[:4] - x[4:]) <= np.abs(x[4:]) * 2.0**-11).all()
+    assert (rounded[4:] == 0).all()
     assert (box(x).read([0, 0]).view("f4") == x).all()
 
 

@@ -50,8 +50,8 @@ def towards_zero(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def high(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     bits = 8 * a.itemsize
-    found = [(int(x) * int(y) >> bits) & ((1 << bits) - 1) for x, y in zip(a, b, strict=True)]
-    return np.array(found, f"u{a.itemsize}").view(a.dtype)
+    products = [(int(x) * int(y) >> bits) & ((1 << bits) - 1) for x, y in zip(a, b, strict=True)]
+    return np.array(products, f"u{a.itemsize}").view(a.dtype)
 
 
 def field(x: np.ndarray, at: np.ndarray, length: np.ndarray) -> np.ndarray:
@@ -159,16 +159,16 @@ EXACT: list[tuple[str, list[str], str, Callable[..., Any]]] = [
 ids = [row[0] for row in EXACT]
 
 
-def is_equal(kind: str, found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def is_equal(kind: str, values: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Compare bits, but any NaN with any other."""
     if kind.startswith(("bf16", "f16")):
-        halves = (x.view("u2") for x in (found, np.asarray(expected, NUMPY[kind])))
+        halves = (x.view("u2") for x in (values, np.asarray(expected, NUMPY[kind])))
         widen = from_bf16 if kind.startswith("bf16") else lambda x: x.view("f2").astype("f4")
-        found, expected = map(widen, halves)
-    same = np.asarray(found == expected)
-    if found.dtype.kind == "f":
-        same = same & (np.signbit(found) == np.signbit(expected))
-        same |= np.isnan(found) & np.isnan(expected)
+        values, expected = map(widen, halves)
+    same = np.asarray(values == expected)
+    if values.dtype.kind == "f":
+        same = same & (np.signbit(values) == np.signbit(expected))
+        same |= np.isnan(values) & np.isnan(expected)
     return same
 
 
@@ -180,8 +180,8 @@ def test_exact(form: str, kinds: list[str], result: str, function: Callable[...,
         arrays[1] = np.where(np.isin(arrays[1], (0, -1)), 3, arrays[1])
     with np.errstate(all="ignore"):
         expected = np.asarray(function(*arrays)).astype(NUMPY[result])
-    found = probe(form, kinds, result, arrays)
-    assert is_equal(result, found, expected).all()
+    results = probe(form, kinds, result, arrays)
+    assert is_equal(result, results, expected).all()
 
 
 @pytest.mark.parametrize("form", ["shl.b32", "shl.b64", "shl.b16", "shr.s32", "shr.u32", "shr.u16"])
@@ -195,16 +195,16 @@ def test_shifts(form: str):
 @pytest.mark.parametrize("kind", ["s32", "u32", "u64"])
 def test_bit_fields(kind: str):
     x, at, length = drawn(kind, 1), small("u32", 2), small("u32", 3)
-    found = probe(f"bfe.{kind}", [kind, "u32", "u32"], kind, [x, at, length])
-    assert (found == field(x, at, length)).all()
+    fields = probe(f"bfe.{kind}", [kind, "u32", "u32"], kind, [x, at, length])
+    assert (fields == field(x, at, length)).all()
 
 
 def test_bytes_are_permuted():
     a, b, selector = drawn("b32", 1), drawn("b32", 2), drawn("b32", 3)
     expected = []
     for x, y, s in zip(a, b, selector, strict=True):
-        both, s = int(x) | int(y) << 32, int(s)
-        picked = [both >> 8 * (s >> 4 * i & 7) & 255 for i in range(4)]
+        pair, s = int(x) | int(y) << 32, int(s)
+        picked = [pair >> 8 * (s >> 4 * i & 7) & 255 for i in range(4)]
         signs = [255 * (byte >> 7) for byte in picked]
         chosen = [signs[i] if s >> 4 * i & 8 else picked[i] for i in range(4)]
         expected.append(sum(byte << 8 * i for i, byte in enumerate(chosen)))
@@ -222,17 +222,17 @@ def test_half_precision_is_rounded_to_nearest_even():
     x = drawn("f32", 1)
     assert is_equal("bf16", probe("cvt.rn.bf16.f32", ["f32"], "bf16", [x]), to_bf16(x)).all()
     high_half, low_half = drawn("f32", 2), drawn("f32", 3)
-    found = probe("cvt.rn.bf16x2.f32", ["f32", "f32"], "bf16x2", [high_half, low_half])
-    assert is_equal("bf16", (found >> np.uint32(16)).astype("u2"), to_bf16(high_half)).all()
-    assert is_equal("bf16", found.astype("u2"), to_bf16(low_half)).all()
+    packed = probe("cvt.rn.bf16x2.f32", ["f32", "f32"], "bf16x2", [high_half, low_half])
+    assert is_equal("bf16", (packed >> np.uint32(16)).astype("u2"), to_bf16(high_half)).all()
+    assert is_equal("bf16", packed.astype("u2"), to_bf16(low_half)).all()
 
 
 def test_tf32_is_rounded_to_nearest():
     x = np.random.default_rng(0).standard_normal(LANES).astype("f4")
-    found = probe("cvt.rna.tf32.f32", ["f32"], "b32", [x]).view("f4")
-    assert (found.view("u4") & 0x1FFF == 0).all()
-    assert (np.abs(found - x) <= np.abs(x) * 2.0**-11).all()
-    assert (np.abs(found - x) > np.abs(x) * 2.0**-12).any()
+    rounded = probe("cvt.rna.tf32.f32", ["f32"], "b32", [x]).view("f4")
+    assert (rounded.view("u4") & 0x1FFF == 0).all()
+    assert (np.abs(rounded - x) <= np.abs(x) * 2.0**-11).all()
+    assert (np.abs(rounded - x) > np.abs(x) * 2.0**-12).any()
 
 
 def relative(bound: float) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
@@ -259,16 +259,16 @@ APPROXIMATE = [
 )
 def test_approximate(form: str, function: Callable[..., Any], is_near: Callable[..., Any]):
     x = np.random.default_rng(0).uniform(0.01, 9, LANES).astype("f4")
-    found, truth = probe(form, ["f32"], "f32", [x]).astype("f8"), function(x.astype("f8"))
-    assert is_near(found, truth).all()
+    results, truth = probe(form, ["f32"], "f32", [x]).astype("f8"), function(x.astype("f8"))
+    assert is_near(results, truth).all()
     # an emulator that is exact would hide what depends on the last bits
-    assert (found.astype("f4") != truth.astype("f4")).any()
+    assert (results.astype("f4") != truth.astype("f4")).any()
 
 
 def test_full_division_is_within_two_ulps():
     a, b = (np.random.default_rng(i).standard_normal(LANES).astype("f4") for i in (1, 2))
-    found = probe("div.full.f32", ["f32", "f32"], "f32", [a, b])
-    assert (np.abs(found - a.astype("f8") / b) <= 2 * np.spacing(np.abs(a / b))).all()
+    quotients = probe("div.full.f32", ["f32", "f32"], "f32", [a, b])
+    assert (np.abs(quotients - a.astype("f8") / b) <= 2 * np.spacing(np.abs(a / b))).all()
 
 
 def test_registers_are_packed_and_unpacked():
