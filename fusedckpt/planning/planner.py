@@ -129,17 +129,15 @@ def plan(
     rates = list[CopyRates]()
 
     def measure_copies() -> None:
-        parameters = model.parameters() if isinstance(model, nn.Module) else ()
-        tensor = next(iter([*parameters, *tensors_of((args, kwargs))]), None)
+        tensors = _tensors_of_step(model, (args, kwargs))
         # `make` names a bad argument
-        rates.extend([] if tensor is None else [copy_rates(tensor.device)])
+        rates.extend([copy_rates(tensors[0].device)] if tensors else [])
 
     def make() -> Plan:
         optimizers = optimizers_of("plan", optimizer)
         check_step("plan", model, loss, optimizers, (args, kwargs))
         check_model(model)
-        tensors = [*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))]
-        device = tensors[0].device
+        device = _tensors_of_step(model, (args, kwargs))[0].device
         goal = _Goal(
             policy=policy,
             limit=limit_of(budget, activation_budget, policy, device),
@@ -152,22 +150,20 @@ def plan(
         )
         _check_gradients(goal)
         names = unit_names(model, policy, units)
-        step = Step(
-            model,
-            args,
-            kwargs,
-            loss or default_loss,
-            optimizers,
-            is_last=not goal.is_of_activations,
-            caller="plan",
-            reseed=random_states(),
-        )
+        step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="plan")
+        step = step._replace(is_last=not goal.is_of_activations, reseed=random_states())
         return _plan(_with_gradients(step, parallel, goal.accumulates), names, goal)
 
     offloads = arguments.flag("plan", "offload", offload)
-    made = broadcast(ranks, make, measure_copies if offloads else None)
+    made = broadcast(ranks, make, prepare=measure_copies if offloads else None)
     note_plan(model, made)
     return made
+
+
+def _tensors_of_step(model: Any, inputs: Any) -> list[Tensor]:
+    """Return the tensors that exist before a step; the first has the device of the step."""
+    owned = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
+    return [*owned, *tensors_of(inputs)]
 
 
 def _accumulates(accumulate: Any) -> bool:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 Group: TypeAlias = "ProcessGroup | DeviceMesh | Literal[False] | None"
 
-# in which all ranks of a group are to call plan; only gloo can tell which one did not
+# the time within which all ranks of a group must call plan; only gloo can tell which rank did not
 _PATIENCE = timedelta(seconds=60)
 
 
@@ -52,11 +52,11 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
 def broadcast(
     group: ProcessGroup | None,
     make: Callable[[], Plan],
-    together: Callable[[], object] | None = None,
+    prepare: Callable[[], object] | None = None,
 ) -> Plan:
-    """Return the plan that the first rank of a group makes, on all of them.
+    """Return the plan that the first rank of a group makes, on all ranks of the group.
 
-    together: is called before, on all ranks at once; it raises nothing.
+    prepare: is called before, on all ranks at once; it raises nothing.
 
     `Plan.apply` compares the structure of each rank's model with the first one's.
 
@@ -64,15 +64,15 @@ def broadcast(
         ValueError: the first rank has no plan; with gloo, a rank does not call this in time.
     """
     if group is None:
-        if together is not None:
-            together()
+        if prepare is not None:
+            prepare()
         return make()
     ranks = dist.get_process_group_ranks(group)
     rank = dist.get_rank()
     _meet(group, ranks)
-    if together is not None:
+    if prepare is not None:
         dist.barrier(group)
-        together()
+        prepare()
     results = list[Any]([None])
     error: BaseException | None = None
     if rank == ranks[0]:

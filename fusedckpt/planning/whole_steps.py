@@ -60,4 +60,4 @@ def step_kind(step: Step) -> Any:
     metas = tuple((x.shape, x.dtype, x.requires_grad, x.grad is None) for x in tensors)
     # classes tell models apart that print the same, such as one whose functions save recipes
     modes = tuple((type(module), module.training) for module in step.model.modules())
-    return repr(step.model), modes, metas, tensors[0].device, torch.get_num_threads()
+    return repr(step.model), modes, metas, step.device, torch.get_num_threads()

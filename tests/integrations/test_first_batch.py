@@ -39,6 +39,15 @@ def train(model, optimizer):
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
+def test_a_batch_without_rows_is_not_the_first():
+    model, seen = build(), []
+    at_first_batch(model, report=True, log=seen.append)
+    model(torch.randn(0, 8)).sum().backward()
+    assert not seen
+    model(torch.randn(4, 8)).sum().backward()
+    assert [report.input_bytes for report in seen] == [4 * 8 * 4]
+
+
 @pytest.mark.parametrize("options", [{"report": True}, {"plan": PLAN}, {"plan": PLAN, "report": 1}])
 def test_the_training_goes_on_as_without(options):
     found, seen = [], []

@@ -174,6 +174,22 @@ class Waves(nn.Module):
         return x.sin().cos()
 
 
+class Starts(nn.Module):
+    """Has a buffer that requires grad, and gets no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("start", torch.randn(8, 16, requires_grad=True))
+        self.tower = nn.Sequential(nn.Tanh(), nn.Tanh())
+
+    def forward(self):
+        return self.tower(self.start)
+
+
+def test_a_model_of_buffers_alone():
+    assert planned(Starts(), policy="all").measured_bytes is not None
+
+
 @pytest.mark.parametrize("policy", ["all", "memory"])
 def test_a_model_without_parameters(policy):
     model, x = nn.Sequential(Waves(), nn.Tanh(), Waves()), torch.randn(256, 64, requires_grad=True)
