@@ -77,9 +77,9 @@ class SavedTensors:
     def __init__(self, exclude: Iterable[Tensor] = (), owner: Callable[[], str] = str):
         self._excluded = set(map(storage_key, storages_of(exclude)))
         self._owner = owner
-        # by storage
+        # the saved storages, by their keys
         self._saved: dict[int, _Saved] = {}
-        # by storage, the modules that saved it, in order
+        # by the same keys, the modules that saved each storage, in order
         self._owners: dict[int, dict[str, None]] = {}
         # a weak reference keeps the address from being used again for another storage, but not the
         # memory, which would raise the peak of the backward
@@ -248,11 +248,11 @@ def _phases_on_cpu(run: Callable[[Mark], Any], device: torch.device, resident: i
         if event.name.startswith(_MARK)
     ]
     entries += [(change.time_ns, change.nbytes, "") for change in profile.changes]
-    # of one time, a marker comes last
+    # at one time, a marker comes last
     entries.sort(key=lambda entry: (entry[0], not entry[1]))
     phases = list[Phase]()
     live = resident
-    # of the phase that runs
+    # the phase that runs
     name = ""
     since_ns = 0
     start = resident
@@ -300,7 +300,7 @@ def seconds(device: torch.device) -> float:
     """Return the time at which the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # of one thread its own time, free of other work of the machine
+    # the time of a single thread is free of other work of the machine
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time() if alone else time.perf_counter()
 

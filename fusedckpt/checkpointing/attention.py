@@ -26,7 +26,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing import scans
-from fusedckpt.checkpointing.regions import Keeper, region, regions_seen
+from fusedckpt.checkpointing.regions import CheckpointPhase, region, regions_seen
 
 NAME = "attention"
 # torch's function, which these call, is the region
@@ -155,16 +155,16 @@ def watching_functions(see: Callable[[str], None]) -> Iterator[None]:
 _FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
 
 
-def functions_called(keeper: Keeper) -> AbstractContextManager[Any]:
+def functions_called(phase: CheckpointPhase) -> AbstractContextManager[Any]:
     """Make calls of functions regions where a checkpoint's phase asks for them."""
-    return _called(keeper) if keeper.patterns else nullcontext()
+    return _called(phase) if phase.patterns else nullcontext()
 
 
 @contextmanager
-def _called(keeper: Keeper) -> Iterator[None]:
+def _called(phase: CheckpointPhase) -> Iterator[None]:
     with ExitStack() as stack:
         for name, functions in _FUNCTIONS.items():
-            if keeper.asks(name):
+            if phase.asks(name):
                 stack.enter_context(functions.regions())
         yield
 

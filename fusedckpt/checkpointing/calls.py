@@ -124,6 +124,15 @@ class Packed:
         return source if self.layout is None else source.detach().as_strided(*self.layout)
 
 
+class Provisional(NamedTuple):
+    """A saved tensor that stays until it is clear whether a call writes it or its arguments."""
+
+    packed: Packed
+    tensor: Tensor
+    # of the tensor, when it was saved
+    version: int
+
+
 class Saved(NamedTuple):
     """A tensor that autograd saved in a segment's forward."""
 
@@ -153,10 +162,11 @@ def objects_in(value: Any) -> Iterator[Any]:
 class Call:
     """A call of a segment, to be made again with the same objects in the same surroundings."""
 
-    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, hold: Any = Argument):
+    def __init__(self, fn: Any, args: Any, kwargs: Any, options: Options, save: Any = Argument):
         self.fn = fn
         self._names = tuple(kwargs)
-        self.held: list[Any] = []
+        # of all arguments, tensors as Arguments
+        self.values: list[Any] = []
         objects = []
         inner = []
         # a tensor that is passed several times is one again, also through hooks
@@ -164,11 +174,11 @@ class Call:
         for value in (*args, *kwargs.values()):
             if isinstance(value, Tensor):
                 if id(value) not in arguments:
-                    arguments[id(value)] = hold(value)
+                    arguments[id(value)] = save(value)
                     objects.append(value)
-                self.held.append(arguments[id(value)])
+                self.values.append(arguments[id(value)])
                 continue
-            self.held.append(value)
+            self.values.append(value)
             if type(value) not in ATOMS:
                 inside = [*objects_in(value)]
                 objects += inside
@@ -178,23 +188,23 @@ class Call:
         self.surroundings = Surroundings(objects, *options[:2])
 
     def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments; of tensors that earlier calls of one recompute left in `made`."""
-        values = []
+        """Return the arguments; made: the tensors that earlier calls of this recompute left."""
+        arguments = []
         tensors = dict[Argument, Tensor]()
-        for held in self.held:
-            if isinstance(held, Argument):
-                if held not in tensors:
-                    tensors[held] = held.tensor(made)
-                held = tensors[held]
-            values.append(held)
-        count = len(values) - len(self._names)
-        return values[:count], dict(zip(self._names, values[count:], strict=True))
+        for value in self.values:
+            if isinstance(value, Argument):
+                if value not in tensors:
+                    tensors[value] = value.tensor(made)
+                value = tensors[value]
+            arguments.append(value)
+        count = len(arguments) - len(self._names)
+        return arguments[:count], dict(zip(self._names, arguments[count:], strict=True))
 
     def named(self) -> Iterator[tuple[str, Any]]:
-        """Yield the arguments as they are held, with their names or numbers."""
-        count = len(self.held) - len(self._names)
+        """Yield the arguments with their names or numbers, tensors as Arguments."""
+        count = len(self.values) - len(self._names)
         names = [*(f"argument {i}" for i in range(count)), *self._names]
-        return zip(names, self.held, strict=True)
+        return zip(names, self.values, strict=True)
 
     def leave(self, result: Any, made: dict[Any, Any]) -> None:
         """Leave in `made` the parts of a result that later calls of this recompute take."""
@@ -247,7 +257,7 @@ class Trace:
         # the calls of regions
         self.records: list[Any] = []
         # the places of tensors of regions, which stay saved and no recompute brings back
-        self.kept: set[int] = set()
+        self.staying: set[int] = set()
         # elements of the tensors that were dropped
         self.samples: Any = None
 

@@ -60,13 +60,13 @@ class ChainedCall(Call):
         args: Any,
         kwargs: Any,
         options: Options,
-        hold: Callable[[Tensor], Argument],
+        save: Callable[[Tensor], Argument],
         number: int,
         last_uses: dict[tuple[int, int], int],
     ):
         # an output of an earlier call may be anywhere in them
         leaves, self._spec = pytree.tree_flatten((args, kwargs))
-        super().__init__(fn, leaves, {}, options, hold)
+        super().__init__(fn, leaves, {}, options, save)
         self._number = number
         self._last_uses = last_uses
 
@@ -105,7 +105,9 @@ class ChainedSegment(Segment):
     def add_call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `fn` as the next call of the segment, and return its output."""
         number = len(self.calls)
-        call = ChainedCall(fn, args, kwargs, self.options, self._hold, number, self._last_uses)
+        call = ChainedCall(
+            fn, args, kwargs, self.options, self._argument_of, number, self._last_uses
+        )
         output = self.run(call, args, kwargs)
         for i, leaf in enumerate(pytree.tree_leaves(output)):
             if isinstance(leaf, Tensor):
@@ -118,12 +120,12 @@ class ChainedSegment(Segment):
         # a tensor in a container is not the segment's own either
         super()._mark(output, tuple(pytree.tree_leaves(inputs)))
 
-    def _hold(self, tensor: Tensor) -> Argument:
+    def _argument_of(self, tensor: Tensor) -> Argument:
         returned = self._outputs.get(_key_of(tensor))
         if returned is None or returned.tensor() is None:
-            return self.hold(tensor)
+            return self.save_argument(tensor)
         if returned.versions != versions_of(tensor):
-            return self.hold(tensor)
+            return self.save_argument(tensor)
         self._last_uses[returned.argument.place] = len(self.calls)
         return returned.argument
 

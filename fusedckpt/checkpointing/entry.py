@@ -196,11 +196,11 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     options = options._replace(debug=debug, early_stop=early_stop)
     segment = Segment(options)
     # where no argument needs a gradient, perhaps nothing does
-    hold: Any = segment.hold_late
+    save: Any = segment.save_argument_late
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
-            hold = segment.hold
-    output = segment.run(Call(function, args, kwargs, options, hold), args, kwargs)
+            save = segment.save_argument
+    output = segment.run(Call(function, args, kwargs, options, save), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)
     return output

@@ -52,7 +52,7 @@ def places_of(segment: Trace) -> WantedPlaces:
             if leaf is not None and leaf._version != packed.version:
                 raise RuntimeError(stale("a parameter saved for backward", leaf))
             leaves.append((packed, source))
-        wanted[last] = is_dropped or not (segment.stops or last in segment.kept)
+        wanted[last] = is_dropped or not (segment.stops or last in segment.staying)
         last_compared = last if wanted[last] else last_compared
     for saved in segment.saved[: last_compared + 1]:
         if saved.leaves:

@@ -26,7 +26,7 @@ from fusedckpt.checkpointing.calls import Argument, Saved, Trace, stale
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.places import places_of
-from fusedckpt.checkpointing.regions import Keeper, Record
+from fusedckpt.checkpointing.regions import CheckpointPhase, Record
 from fusedckpt.checkpointing.samples import Pair, sampled
 from fusedckpt.checkpointing.stateful import advice_for
 
@@ -36,7 +36,7 @@ class Stop(BaseException):
 
 
 _NO_SLOT = None, None
-# of operations that get tensors of other shapes
+# errors of operations that get tensors of other shapes
 _OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
 
@@ -56,7 +56,7 @@ def _unpack(lent: _Lent) -> Tensor:
     return lent[0]
 
 
-class Recompute(Keeper):
+class Recompute(CheckpointPhase):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
     With `keeps`, until the end of that backward.
@@ -100,9 +100,9 @@ class Recompute(Keeper):
         for call in self._segment.calls:
             if call.inner is not None:
                 call.inner.read()
-            for held in call.held:
-                if type(held) is Argument:
-                    held.tensor()
+            for value in call.values:
+                if type(value) is Argument:
+                    value.tensor()
         self.values = ahead.values
         self.products = ahead.products
         self.pairs = ahead.pairs
@@ -307,7 +307,7 @@ class Recompute(Keeper):
             return False
         if not (storage and calls.storage_of(now)):
             return isinstance(was, nn.Parameter) and isinstance(now, nn.Parameter)
-        arguments = (x for call in self._segment.calls for x in call.held)
+        arguments = (x for call in self._segment.calls for x in call.values)
         if any(isinstance(x, Argument) and x.storage == storage for x in arguments):
             # hooks may return another tensor for an argument
             return False
@@ -319,7 +319,7 @@ class Recompute(Keeper):
         raise Stop
 
     def take(self, index: int) -> Tensor | None:
-        """Hand over a tensor; None where it was handed over before and not kept."""
+        """Return a tensor; None where it was taken before, unless this keeps tensors."""
         take = self.values.get if self._keeps else self.values.pop
         tensor, version = take(index, (None, 0))
         if tensor is not None and tensor._version != version:

@@ -29,7 +29,7 @@ from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
     LateArgument,
-    Packed,
+    Provisional,
     layout_of,
     objects_in,
     storage_of,
@@ -85,7 +85,7 @@ class Record(NamedTuple):
     states: Sequence[tuple[Callable[[Any], Any], Any]] = ()
 
 
-class Keeper(SavePhase):
+class CheckpointPhase(SavePhase):
     """A phase of our checkpoint, its forward or its recompute, in which regions are called."""
 
     # patterns of the names of regions that it saves
@@ -96,15 +96,15 @@ class Keeper(SavePhase):
     has_matched = False
     # the record of the forward, in a debugging checkpoint
     watch: WatchedRun | None = None
-    # the phase around it, while it runs
-    around: SavePhase | None = None
+    # the phase in which it runs
+    enclosing: SavePhase | None = None
     # the regions that were called, in the order of their calls
     records: list[Record]
-    # the places of saved tensors that no recompute brings back
-    kept: set[int]
-    # until it packs a tensor: arguments that are saved then, outside of it or of the phase beside
-    # them; None afterwards, and in a recompute
-    late: list[tuple[LateArgument, Keeper | None]] | None = None
+    # the places of tensors that stay saved, and no recompute brings back
+    staying: set[int]
+    # until it packs a tensor: arguments that are saved then, each outside of this phase or of the
+    # phase beside it; None afterwards, and in a recompute
+    late: list[tuple[LateArgument, CheckpointPhase | None]] | None = None
 
     def asks(self, name: str) -> bool:
         """Whether it saves regions of this name."""
@@ -118,7 +118,7 @@ class Keeper(SavePhase):
         """Return the tensor that was packed."""
         return packed
 
-    def hold(self, tensor: Tensor) -> Argument:
+    def save_argument(self, tensor: Tensor) -> Argument:
         """Save an argument, or a tensor of a region."""
         return Argument(tensor)
 
@@ -133,74 +133,76 @@ class Keeper(SavePhase):
         """Take from the inputs of a region the tensors that are derived from them."""
 
 
-class _Inside(SavePhase):
+class _RegionPhase(SavePhase):
     """The phase inside a region, in which layers save the tensors of their level."""
 
-    def __init__(self, keeper: Keeper):
-        self._keeper = keeper
+    def __init__(self, phase: CheckpointPhase):
+        self._checkpoint = phase
 
     def pack(self, tensor: Tensor) -> Any:
         """Pack a saved tensor as the checkpoint does."""
-        return self._keeper.pack(tensor)
+        return self._checkpoint.pack(tensor)
 
 
-class _First(_Inside):
-    """That of a forward; held: tensors that the region saves, with their versions."""
+class _FirstRun(_RegionPhase):
+    """The phase inside a region in a forward, which finds the tensors that stay saved."""
 
-    def __init__(self, keeper: Keeper, inputs: Sequence[Tensor]):
-        super().__init__(keeper)
+    def __init__(self, phase: CheckpointPhase, inputs: Sequence[Tensor]):
+        super().__init__(phase)
         self._inputs = inputs
         self._before = versions_of(*inputs)
-        self._held: list[tuple[Packed, Tensor, int]] = []
+        self._provisional: list[Provisional] = []
+        # for each tensor saved inside, how a recompute derives it from the inputs
         self._derived: list[Derived | None] = []
+        # the places of the tensors that none derives
         self._places: list[int] = []
 
     def pack(self, tensor: Tensor) -> Any:
-        """Hold it until the region returns, unless a recompute can derive it."""
-        packed = self._keeper.pack(tensor)
+        """Hold a tensor until the region returns, unless a recompute can derive it."""
+        packed = self._checkpoint.pack(tensor)
         derived = None if packed.source is not None else _derived(tensor, self._inputs)
         self._derived.append(derived)
         if derived is None:
             self._places.append(packed.index)
         if derived is None and not isinstance(packed.source, Argument):
             # without its graph, which would come to hold itself; leaves have none
-            kept = tensor.detach() if packed.source is None else tensor
-            self._held.append((packed, kept, tensor._version))
+            value = tensor.detach() if packed.source is None else tensor
+            self._provisional.append(Provisional(packed, value, tensor._version))
         return packed
 
-    def record(self, name: str, result: Any, keepers: list[Keeper]) -> Record:
-        """Save the tensors held and the result, as autograd saves arguments outside of checkpoints.
+    def record(self, name: str, result: Any, checkpoints: list[CheckpointPhase]) -> Record:
+        """Save provisional tensors and the result, as arguments are outside of checkpoints.
 
-        Not where they are too many, or an input or a saved tensor was written. Where the
-        checkpoints have saved nothing yet, the result is saved when they do.
+        Nothing is saved where the tensors are too large, or an input or a saved tensor was written.
+        Where the checkpoints have saved nothing yet, the result is saved when they do.
         """
         leaves, spec = pytree.tree_flatten(result)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
-        held = [tensor for packed, tensor, _ in self._held if packed.source is None]
-        is_large = nbytes_of([*held, *outputs]) > MOST * nbytes_of(outputs)
-        is_written = any(tensor._version != version for _, tensor, version in self._held)
+        unsaved = [tensor for packed, tensor, _ in self._provisional if packed.source is None]
+        is_large = nbytes_of([*unsaved, *outputs]) > MOST * nbytes_of(outputs)
+        is_written = any(tensor._version != version for _, tensor, version in self._provisional)
         if is_large or is_written or versions_of(*self._inputs) != self._before:
             return Record(name)
-        is_late = all(keeper.late is not None for keeper in keepers)
-        outermost = keepers[-1]
-        hold = LateArgument if is_late else outermost.hold
+        is_late = all(phase.late is not None for phase in checkpoints)
+        outermost = checkpoints[-1]
+        save = LateArgument if is_late else outermost.save_argument
         with phases.outside_hooks_of(outermost):
-            for packed, tensor, _ in self._held:
-                packed.source = outermost.hold(tensor)
+            for packed, tensor, _ in self._provisional:
+                packed.source = outermost.save_argument(tensor)
                 packed.layout = None
-            kept = [hold(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
-        for keeper in keepers:
-            if keeper.late is not None:
-                around = None if keeper is outermost else outermost
-                keeper.late += [(x, around) for x in kept if isinstance(x, LateArgument)]
-        self._keeper.kept.update(self._places)
+            saved = [save(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
+        for phase in checkpoints:
+            if phase.late is not None:
+                enclosing = None if phase is outermost else outermost
+                phase.late += [(x, enclosing) for x in saved if isinstance(x, LateArgument)]
+        self._checkpoint.staying.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        return Record(name, self._derived, [*zip(kept, needs, strict=True)], spec)
+        return Record(name, self._derived, [*zip(saved, needs, strict=True)], spec)
 
     def end(self) -> None:
-        """Free the inputs: autograd keeps a pack hook, and so this, as long as the saved tensor."""
+        """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
         self._inputs = ()
-        self._held = []
+        self._provisional = []
 
 
 def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
@@ -297,32 +299,32 @@ def regions_seen(see: Callable[[str], None]) -> Iterator[None]:
 def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> Any:
     for see in _watchers:
         see(name)
-    keepers = _keepers(name)
-    if not keepers:
+    checkpoints = _checkpoints_around(name)
+    if not checkpoints:
         return fn(*args, **kwargs)
-    watches = [keeper.watch for keeper in keepers if keeper.watch is not None]
+    watches = [phase.watch for phase in checkpoints if phase.watch is not None]
     if not watches:
-        return _call_in(keepers, fn, name, args, kwargs)
+        return _call_in(checkpoints, fn, name, args, kwargs)
     # the recompute does not run it: not the forward's operations are compared, but what follows
     with ExitStack() as stack:
         for watch in watches:
             stack.enter_context(watch.paused())
-        return _call_in(keepers, fn, name, args, kwargs)
+        return _call_in(checkpoints, fn, name, args, kwargs)
 
 
-def _call_in(keepers: list[Keeper], fn: Any, name: str, args: Any, kwargs: Any) -> Any:
+def _call_in(checkpoints: list[CheckpointPhase], fn: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a region in the phases that ask for it."""
     inputs = [x for x in objects_in([*args, *kwargs.values()]) if isinstance(x, Tensor)]
     call = partial(fn, *args, **kwargs)
-    top = keepers[0]
-    met = [record for keeper in keepers if (record := keeper.meet(name)) is not None]
+    top = checkpoints[0]
+    met = [record for phase in checkpoints if (record := phase.meet(name)) is not None]
     if not met:
-        return _run(call, name, keepers, _First(top, inputs))
-    for keeper in keepers:
-        if not keeper.recomputes:
-            keeper.records.append(met[0])
+        return _run(call, name, checkpoints, _FirstRun(top, inputs))
+    for phase in checkpoints:
+        if not phase.recomputes:
+            phase.records.append(met[0])
     if met[0].outputs is None:
-        with saved_tensors_hooks(phases.pack_hook(_Inside(top)), top.unpack):
+        with saved_tensors_hooks(phases.pack_hook(_RegionPhase(top)), top.unpack):
             return call()
     top.skip(met[0], inputs)
     return _result(met[0], inputs)
@@ -332,36 +334,38 @@ def _call_in(keepers: list[Keeper], fn: Any, name: str, args: Any, kwargs: Any) 
 _call.is_region = True  # type: ignore[attr-defined]
 
 
-def _keepers(name: str) -> list[Keeper]:
-    """Return the phases of checkpoints around, up to the outermost that asks for a region."""
-    keepers = list[Keeper]()
+def _checkpoints_around(name: str) -> list[CheckpointPhase]:
+    """Return the checkpoints that run, from within, up to the outermost that asks for a region."""
+    checkpoints = list[CheckpointPhase]()
     count = 0
     phase = phases.current()
-    if phase is not None and phase.levels is not None and not isinstance(phase, Keeper):
+    if phase is not None and phase.levels is not None and not isinstance(phase, CheckpointPhase):
         warnings.warn(_STOCK, stacklevel=4)
-    while isinstance(phase, Keeper) and not phase.refuses:
-        keepers.append(phase)
+    while isinstance(phase, CheckpointPhase) and not phase.refuses:
+        checkpoints.append(phase)
         if phase.asks(name):
             phase.has_matched = True
-            count = len(keepers)
-        phase = phase.around
-    return keepers[:count]
+            count = len(checkpoints)
+        phase = phase.enclosing
+    return checkpoints[:count]
 
 
-def _run(call: Callable[[], Any], name: str, keepers: list[Keeper], inside: _First) -> Any:
+def _run(
+    call: Callable[[], Any], name: str, checkpoints: list[CheckpointPhase], inside: _FirstRun
+) -> Any:
     """Call a region for the first time."""
     record = Record(name)
     try:
-        with saved_tensors_hooks(phases.pack_hook(inside), keepers[0].unpack):
+        with saved_tensors_hooks(phases.pack_hook(inside), checkpoints[0].unpack):
             result = call()
-        record = inside.record(name, result, keepers)
-        states = [state for keeper in keepers for state in keeper.states()]
+        record = inside.record(name, result, checkpoints)
+        states = [state for phase in checkpoints for state in phase.states()]
         record = record._replace(states=states)
     finally:
         inside.end()
         # a region that raised raises again
-        for keeper in keepers:
-            keeper.records.append(record)
+        for phase in checkpoints:
+            phase.records.append(record)
     return result
 
 

@@ -78,9 +78,9 @@ class RepeatCheck(ChainedSegment):
         """
         (call,) = self.calls
         try:
-            for held in call.held:
-                if isinstance(held, Argument):
-                    held.tensor()
+            for value in call.values:
+                if isinstance(value, Argument):
+                    value.tensor()
             if call.inner is not None:
                 call.inner.read()
         except RuntimeError:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils.checkpoint as stock
@@ -32,6 +32,7 @@ from fusedckpt.checkpointing.calls import (
     Leaves,
     Options,
     Packed,
+    Provisional,
     Saved,
     Trace,
     layout_of,
@@ -40,20 +41,11 @@ from fusedckpt.checkpointing.calls import (
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
-from fusedckpt.checkpointing.regions import Keeper
+from fusedckpt.checkpointing.regions import CheckpointPhase
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
 
 
-class Provisional(NamedTuple):
-    """A saved tensor that stays until it is clear whether the call writes its arguments."""
-
-    packed: Packed
-    tensor: Tensor
-    # of the tensor, when it was saved
-    version: int
-
-
-class Segment(Trace, Keeper):
+class Segment(Trace, CheckpointPhase):
     """The forward of a checkpoint."""
 
     # GEMM outputs for backward would be dropped
@@ -79,8 +71,8 @@ class Segment(Trace, Keeper):
     def run(self, call: Call, args: Any, kwargs: dict[str, Any]) -> Any:
         """Make a call for the first time, dropping the tensors that autograd saves."""
         self.is_complete = False
-        around = phases.current()
-        self.around = around
+        enclosing = phases.current()
+        self.enclosing = enclosing
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
         self.watch = run = WatchedRun(call.fn) if self.options.debug else None
@@ -90,12 +82,12 @@ class Segment(Trace, Keeper):
             self.samples.begin((*args, *kwargs.values()))
         try:
             # an enclosing checkpoint gives a tensor that it recomputes back once only
-            for held in call.held if around is None and private.SEES_HOOKS else ():
-                if isinstance(held, Argument) and held.storage:
-                    self._arguments[held.storage] = held
-            if around is not None:
+            for value in call.values if enclosing is None and private.SEES_HOOKS else ():
+                if isinstance(value, Argument) and value.storage:
+                    self._arguments[value.storage] = value
+            if enclosing is not None:
                 # where the arguments were all that an enclosing recompute is for
-                around.enter(())
+                enclosing.enter(())
             with (
                 saved_tensors_hooks(phases.pack_hook(self), self.unpack),
                 nullcontext() if run is None else run.watched(),
@@ -106,22 +98,22 @@ class Segment(Trace, Keeper):
                 self.is_complete = True
         finally:
             self._arguments = {}
-            self.around = None
+            self.enclosing = None
         if not self.is_complete:
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
         if run is not None:
             run.see("the segment", output)
         if self.samples is not None:
-            self.samples.drop(self.kept)
+            self.samples.drop(self.staying)
         if self.provisional is not None:
             self._save(self.provisional)
-        if around is None:
+        if enclosing is None:
             self._mark(output, (*args, *kwargs.values()))
         if self.offloaded is not None:
             self.offloaded.segment_ran()
         return output
 
-    def hold(self, tensor: Tensor) -> Argument:
+    def save_argument(self, tensor: Tensor) -> Argument:
         """Return an argument that is saved now."""
         if self.offloaded is None:
             return Argument(tensor)
@@ -129,7 +121,7 @@ class Segment(Trace, Keeper):
         segment = None if node is None else origins.segment_of(node)
         return self.offloaded.save(tensor, None if segment is None else segment.offloaded)
 
-    def hold_late(self, tensor: Tensor) -> LateArgument:
+    def save_argument_late(self, tensor: Tensor) -> LateArgument:
         """Return an argument that is saved with the first tensor that autograd saves."""
         argument = LateArgument(tensor)
         if self.late is not None:
@@ -206,7 +198,7 @@ class Segment(Trace, Keeper):
     def unpack(self, packed: Packed) -> Tensor:
         """Return the tensor that `pack` was given, recomputing the segment if need be."""
         source = packed.source
-        if source is not None and (self.stops or packed.index in self.kept):
+        if source is not None and (self.stops or packed.index in self.staying):
             if isinstance(source, Argument):
                 tensor = source.tensor()
                 # without its graph

@@ -16,8 +16,9 @@ from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.determinism import Results, note_of
 from fusedckpt.reporting.containers import nested, restorer
 
-# of units that change an argument: why no segment may hold them, and what to do
+# why no segment may contain a unit
 CHANGES = "changes its argument"
+# the mend
 ADVICE = "for a cache of keys and values, call plan and the model with (..., use_cache=False)"
 
 
@@ -25,7 +26,7 @@ class ChangedArguments:
     """The objects among arguments, and those of them that a call changed."""
 
     def __init__(self, args: Any, kwargs: Any):
-        # by place and class
+        # by number or name, and class
         self._objects = {
             f"{name}, a {type(x).__name__}": x
             for name, x in [*enumerate(args), *kwargs.items()]
@@ -42,9 +43,9 @@ class ChangedArguments:
 
     @contextmanager
     def called_again(self) -> Iterator[list[str]]:
-        """Put the objects back, at the end, to what they were before another call.
+        """Surround another call; at the end, put the objects back to their state before it.
 
-        Yields a list that then has the names of those which the call changed once more.
+        Yields a list that then has the names of the objects which the call changed once more.
         """
         contents = {name: _contents_of(x) for name, x in self._objects.items()}
         restorers = [restorer(part) for x in self._objects.values() for part in nested(x)]

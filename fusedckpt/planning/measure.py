@@ -31,7 +31,7 @@ from fusedckpt.reporting.step import Step
 _NOT_FREE = 0.01
 # a recompute takes this share of a forward at least: less is noise
 _FASTEST_RECOMPUTE = 0.05
-# and this share, and some ms beside it, at most: more is noise
+# a recompute takes this share of a forward, and _OVERHEAD_MS, at most: more is noise
 _SLOWEST_RECOMPUTE = 1.5
 _OVERHEAD_MS = 1.0
 

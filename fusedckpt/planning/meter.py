@@ -109,7 +109,7 @@ class _Marker:
     def __init__(self, mark: Mark, lifetimes: Lifetimes):
         self._mark = mark
         self._lifetimes = lifetimes
-        # by unit
+        # by unit, the nodes that its forward made
         self._spans: dict[int, _NodeSpan] = {}
 
     def roles_of(self, i: int, roles: Sequence[Role]) -> list[Role]:
@@ -161,7 +161,7 @@ class _Marker:
                 arrived.add(i)
                 self._mark(f"back {i}")
 
-        # by node of a unit that gets a gradient from code outside of it, the unit
+        # the nodes of units that get a gradient from code outside of the unit, and that unit
         entries = dict[Any, int]()
         for node in graph_of([loss]):
             reader = unit_of(node)

@@ -12,7 +12,7 @@ from fusedckpt.planning.solver import least_peak, solve
 from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import enough
 
-# whose module imports this one
+# the class of `plans.py`, which imports this module
 Plan: TypeAlias = Any
 
 _MIB = 2**20

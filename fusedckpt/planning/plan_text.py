@@ -13,13 +13,13 @@ from fusedckpt.planning.rules import by_rule
 from fusedckpt.planning.solver import least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
 
-# whose module imports this one
+# the class of `plans.py`, which imports this module
 Plan: TypeAlias = Any
 
 _HEAD = ("unit", "plan", "saved", "extra ms", "forward ms")
 
 
-def text(plan: Plan) -> str:
+def text_of_plan(plan: Plan) -> str:
     """Return a table, units that are alike in one row, between a title and the plan's figures."""
     mode = "" if plan.is_training else ", in eval mode"
     title = f"Plan for {plan.model}{mode}, policy {plan.policy!r}"

@@ -21,7 +21,7 @@ from fusedckpt.checkpointing.sequential import OFFLOADED, Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
 from fusedckpt.planning.plan_plot import draw
-from fusedckpt.planning.plan_text import text
+from fusedckpt.planning.plan_text import text_of_plan
 from fusedckpt.planning.units import has_levels
 
 _FORMAT = {"format": "fusedckpt.plan", "version": 8}
@@ -178,7 +178,7 @@ class Plan:
             raise ValueError(f"Plan.load: {path} is not a plan: {why}") from error
 
     def __str__(self) -> str:
-        return text(self)
+        return text_of_plan(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw time against peak for all budgets, with this plan and the other policies.

@@ -57,7 +57,7 @@ class RepeatedBlocks:
         # by module, whether it has repeated blocks inside
         self._known: dict[nn.Module, bool] = {}
         repeated = {kind for module in model.modules() for kind in self._kinds_in(module)}
-        # of these, one alone in a container is enough
+        # for any other container one of these classes is enough
         self._repeated = repeated - {nn.Sequential}
         self._known.clear()
 
@@ -131,7 +131,7 @@ class RepeatedBlocks:
             return True
         if not is_container(module, least=1):
             return False
-        # of a single module, which a ModuleList does not call
+        # a Sequential of a single module is called, a ModuleList is not
         is_called = isinstance(module, nn.Sequential)
         if count and not is_called:
             return True
@@ -175,7 +175,7 @@ class _EntryCalls:
     def __init__(self) -> None:
         self._names = list[str]()
         self._is_chained = True
-        # of the last call: the number of nodes before it, and the nodes of its outputs
+        # the number of nodes before the last call, and the nodes of its outputs
         self._last: tuple[float, set[Any]] = (0, set())
 
     def visit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:

@@ -35,11 +35,11 @@ from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.recipe_models import without_recipes
 from fusedckpt.fusing.subclass import made_of, subclass
 
-# in the module's __dict__: its role
+# the attribute of a module with its role
 _ROLE = "_fusedckpt_role"
-# and a forward that was set on the module and not on its class
+# the attribute with a forward that was set on the module and not on its class
 _FORWARD = "_fusedckpt_forward"
-# of the segments of a plan: units may draw from Python's and NumPy's generators
+# the options of a plan's segments: units may draw from Python's and NumPy's generators
 OPTIONS = Options(preserve_python_rng=True)
 
 # the level of a module without fused layers

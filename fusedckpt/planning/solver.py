@@ -33,7 +33,7 @@ from fusedckpt.planning.starts import Bytes, Ms, Starts, starts_of
 _ANY_LENGTH = 128
 # longer chains into segments of at most this many units, or twice the square root of their number
 _LONG = 64
-# of longer chains, a plan this close to the lower bound will do
+# for longer chains, a plan this close to the lower bound is good enough
 _NEAR = 1.001
 # ways that are kept at each unit, one search after the other: each makes the next one quicker
 WIDTHS = (64, 512, 4096)

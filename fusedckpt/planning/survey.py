@@ -56,6 +56,7 @@ class _Input(NamedTuple):
 class _Called(NamedTuple):
     """The first call of a module."""
 
+    # the tensors that it gets and that require grad
     inputs: list[_Input]
     # bytes of these
     input_bytes: int
@@ -123,6 +124,7 @@ class _Visits:
         self._casts = set[int]()
         # by id, the tensors that the last unit returned, and their versions
         self._returned: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+        # see `trimmers_of`
         self._trimmers: list[Callable[[], None]] = []
 
     def visit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:

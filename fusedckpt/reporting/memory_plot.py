@@ -13,7 +13,7 @@ from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import Moment
 
-# whose module imports this one
+# the class of `memory_report.py`, which imports this module
 MemoryReport: TypeAlias = Any
 
 # modules drawn; the others are one bar

@@ -28,7 +28,7 @@ from fusedckpt.memory import (
 from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.left_graphs import LeftGraphs
 from fusedckpt.reporting.memory_plot import draw_memory
-from fusedckpt.reporting.memory_text import text
+from fusedckpt.reporting.memory_text import text_of_report
 from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of
 from fusedckpt.reporting.timeline import ModuleBlock, Moment, RunningModules, read_timeline
@@ -63,7 +63,7 @@ class MemoryReport:
     saved: tuple[SavedStorage, ...]
     # the live bytes after every allocation and free; the first maximum is the peak
     timeline: tuple[Moment, ...]
-    # of every module that `fuse` swapped, whether it ran fused, or why not, and what that cost
+    # of every module that `fuse` swapped, whether it ran fused, or why not, and the cost of that
     fused: tuple[FusedModule, ...] = ()
     # by module, the bytes that outlive its forward outside saved tensors, the largest first:
     # attributes of autograd functions, random states of checkpoints, caches
@@ -157,7 +157,7 @@ class MemoryReport:
         }
 
     def __str__(self) -> str:
-        return text(self)
+        return text_of_report(self)
 
     def plot(self, path: str | Path) -> None:
         """Draw the saved bytes by module, and the timeline with its peak.

@@ -11,7 +11,7 @@ from fusedckpt.memory import SavedStorage
 from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.tables import Row, size, table
 
-# whose module imports this one
+# the class of `memory_report.py`, which imports this module
 MemoryReport: TypeAlias = Any
 
 # modules shown; others are summed up
@@ -20,7 +20,7 @@ _MODULES = ("module", "saved", "share", "storages", "largest", "shared with")
 _FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 
 
-def text(report: MemoryReport) -> str:
+def text_of_report(report: MemoryReport) -> str:
     """Return lines of bytes by kind and the peak, and tables of modules and recipes."""
     mode = "" if report.is_training else ", in eval mode"
     lines = [f"Memory of one training step of {report.model} on {report.device}{mode}"]

@@ -28,9 +28,9 @@ from fusedckpt.reporting.timeline import LOSS, RunningModules
 _MOST_ACTIONS = 100_000
 # lines of each table
 _ROWS = 12
-# in place of a module's name: for a block from before the first recorded action
+# the module of a block from before the first recorded action
 EARLIER = "(earlier)"
-# and for code outside of the model
+# the module of code outside of the model
 OUTSIDE = "(outside the model)"
 _BACKWARD = "no line of Python: the backward pass"
 # lines in torch and in this library say less than their callers
@@ -273,7 +273,7 @@ def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
     if device.type != "cuda":
         raise ValueError(
             f"report_on_oom: expected a model on a CUDA device, its first tensor is on {device}. "
-            "Only CUDA's allocator says what it holds when memory runs out; on any device "
+            "Only CUDA's allocator names its blocks when memory runs out; on any device "
             "fusedckpt.report says where the memory of a step goes"
         )
     if not private_memory.has_history():

@@ -27,9 +27,9 @@ from torch.profiler import record_function
 from fusedckpt.allocations import Change, Profile
 from fusedckpt.checkpointing.module_calls import watched
 
-# in place of a module's name: for the model itself
+# the name of the model itself
 ROOT = "(model)"
-# and for code that runs outside of it
+# the names of code outside of the model
 LOSS = "(loss)"
 OPTIMIZER = "(optimizer)"
 _MARK = "fusedckpt.report:"
@@ -184,7 +184,7 @@ class _Reader:
         self._live = resident
         # bytes among these that the optimizer's step allocated
         self._optimizer = 0
-        # by address
+        # the blocks in use, by address
         self._blocks: dict[int, ModuleBlock] = {}
         self._terms: list[Term] = []
         # whether the engine has added gradients up after the node that runs

@@ -139,9 +139,9 @@ def test_one_kernel_a_dropped_tensor():
     assert all(sample.numel() == 64 for sample in segment.samples._of.values())
     # the region's result and log-sum-exp are known for such when it returns
     # and for the state of a GPU's generator
-    assert len(segment.kept) == (2 if DEVICE.type == "cpu" else 4)
+    assert len(segment.staying) == (2 if DEVICE.type == "cpu" else 4)
     taken = sum(e.count for e in events.key_averages() if e.key == "aten::take")
-    assert taken == 5 + len(segment.kept)
+    assert taken == 5 + len(segment.staying)
     with torch.profiler.profile() as events:
         y.sum().backward()
     assert sum(e.count for e in events.key_averages() if e.key == "aten::take") == 5
