@@ -21,8 +21,10 @@ COMMANDS = {
 # those that are `ways` with other defaults
 PRESETS = ("demo", "finetune", "paper")
 INSTALL = 'pip install -c constraints.txt -e ".[bench]"'
-# the exit status of a command that Ctrl-C ended
+# exit statuses, as a shell has them: of a command that Ctrl-C ended, and of one with an
+# output that nothing reads
 INTERRUPTED = 130
+UNREAD = 141
 
 
 def _run(command: str, argv: Sequence[str]) -> int:
@@ -48,7 +50,7 @@ def _run(command: str, argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status, 130 where Ctrl-C ended it."""
+    """Run one command and return its exit status."""
     # kineto reports every profile on stderr unless told not to before the first one; 5, the value
     # commonly advised, still lets its highest level through
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -75,6 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # such as `| head`; the rest of the buffer is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
 
 
 if __name__ == "__main__":

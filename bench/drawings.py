@@ -168,7 +168,10 @@ def _few(figure: SubFigure, rows: Rows) -> None:
     # the curves lie on one another: each is drawn thinner than the one below it
     for row, width in zip(rows, (9.0, 6.6, 4.6, 2.8, 1.2, 0.8), strict=False):
         steps = range(1, len(row["losses"]) + 1)
-        axes.plot(steps, row["losses"], color=colour_of(row["name"]), linewidth=width)
+        # one step is no line
+        marker = "o" if len(row["losses"]) == 1 else None
+        look = {"color": colour_of(row["name"]), "marker": marker, "markersize": 3 + 1.5 * width}
+        axes.plot(steps, row["losses"], linewidth=width, **look)
     axes.set(title="Training loss (nats)", xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
     axes.grid(axis="y", color=GRID)

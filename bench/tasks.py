@@ -67,7 +67,13 @@ class Task(NamedTuple):
         pictures = {"image_size": SIDE, "patch_size": 2, "num_channels": 1, "num_labels": CLASSES}
         options: dict[str, Any] = {
             "llama": {**cacheless, "max_position_embeddings": self.seq},
-            "gpt2": {**cacheless, "n_positions": self.seq},
+            # its default tokens are beyond the vocabulary of bytes
+            "gpt2": {
+                **cacheless,
+                "n_positions": self.seq,
+                "bos_token_id": None,
+                "eos_token_id": None,
+            },
             # one more than there are bytes stands for a masked one
             "bert": {"vocab_size": VOCAB + 1, "max_position_embeddings": self.seq},
             "vit": pictures,

@@ -98,6 +98,18 @@ def test_an_interrupt_is_a_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_an_output_that_nothing_reads_ends_without_a_traceback(monkeypatch, capfd):
+    def write(name: str):
+        raise BrokenPipeError
+
+    targets = []
+    monkeypatch.setattr(command, "import_module", write)
+    monkeypatch.setattr(command.os, "dup2", lambda source, target: targets.append(target))
+    assert command.main(["shares"]) == 141
+    assert targets == [sys.stdout.fileno()]
+    assert capfd.readouterr().err == ""
+
+
 def test_an_environment_names_commit_libraries_and_tf32(monkeypatch):
     def version(name: str) -> str:
         if name != "flash-attn":
