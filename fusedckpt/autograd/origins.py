@@ -18,9 +18,15 @@ from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.recipes import Leaf, Made, View, view_in
 
-_ORIGIN, _RECIPE, _SEGMENT = "fusedckpt origin", "fusedckpt recipe", "fusedckpt segment"
+_ORIGIN = "fusedckpt origin"
+_RECIPE = "fusedckpt recipe"
+_SEGMENT = "fusedckpt segment"
 # the makers of results
-NORM, ROWS, MODULE, LINEAR, ACTIVATION = "norm", "rows", "module", "linear", "activation"
+NORM = "norm"
+ROWS = "rows"
+MODULE = "module"
+LINEAR = "linear"
+ACTIVATION = "activation"
 
 
 # returns the source of a node's result, given that and the parameters of its note; None where the

@@ -128,7 +128,14 @@ class Made:
     """
 
     __slots__ = (
-        *("__weakref__", "_left", "_values", "again", "depth", "inputs", "layouts", "name"),
+        "__weakref__",
+        "_left",
+        "_values",
+        "again",
+        "depth",
+        "inputs",
+        "layouts",
+        "name",
         "num_readers",
     )
 
@@ -139,7 +146,9 @@ class Made:
         inputs: Sequence[View | Leaf],
         results: Sequence[Tensor],
     ):
-        self.name, self.again, self.inputs = name, again, inputs
+        self.name = name
+        self.again = again
+        self.inputs = inputs
         # how each lies in its storage, which it fills: shape, strides, dtype
         self.layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         for t in results:
@@ -186,7 +195,8 @@ class Made:
             self._values = values
         else:
             # `forget`, without a call
-            self._left, self._values = self.num_readers, None
+            self._left = self.num_readers
+            self._values = None
         return values[place]
 
     def _run(self) -> Sequence[Tensor]:
@@ -217,7 +227,8 @@ class Made:
 
     def forget(self) -> None:
         """Free the results."""
-        self._left, self._values = self.num_readers, None
+        self._left = self.num_readers
+        self._values = None
 
 
 _READ = operator.methodcaller("read")
@@ -260,9 +271,12 @@ class View:
         offset: int | torch.SymInt,
     ):
         # the source of the storage's content, and its place among the source's results
-        self.source, self.place = source, place
+        self.source = source
+        self.place = place
         # how the tensor lies in the storage, in elements
-        self.size, self.stride, self.offset = size, stride, offset
+        self.size = size
+        self.stride = stride
+        self.offset = offset
 
     # autograd asks for an object to save before its source is known
     fill = __init__
@@ -325,7 +339,8 @@ def saving_recipes(view: View, x: Tensor, count: Count, run: Callable[[], Any]) 
     count: called with the tensors that are saved for it.
     """
     # autograd keeps the pack hook as long as the saved tensors: it must not hold x
-    key, dtype = key_of(x), x.dtype
+    key = key_of(x)
+    dtype = x.dtype
 
     def pack(tensor: Tensor) -> View | Leaf:
         if key_of(tensor) == key and tensor.dtype == dtype:

@@ -34,8 +34,11 @@ class Replay:
         device: torch.device,
         writes: bool = False,
     ):
-        self.func, self.device, self.writes = func, device, writes
-        self.args, self.kwargs = args, kwargs
+        self.func = func
+        self.device = device
+        self.writes = writes
+        self.args = args
+        self.kwargs = kwargs
         self.autocast = autocast_dtype(device) if is_any_autocast_on() else None
 
     def filled(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:

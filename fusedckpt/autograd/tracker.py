@@ -70,9 +70,11 @@ class _Known:
 class Choice(NamedTuple):
     """What autograd saved in place of a tensor, for reports."""
 
-    # the tensor
+    # the tensor's sizes
     shape: torch.Size
+    # its dtype
     dtype: torch.dtype
+    # its bytes
     nbytes: int
     # the functions that make it again, the last one first; () if it is saved
     functions: tuple[str, ...]
@@ -130,8 +132,10 @@ class Tracker:
         is_whole: bool = False,
         floor: int = 0,
     ):
-        self.count, self.floor = count, floor
-        self.copies_parameters, self.is_whole = copies_parameters, is_whole
+        self.count = count
+        self.floor = floor
+        self.copies_parameters = copies_parameters
+        self.is_whole = is_whole
         self.limit = LIMIT if limit is None else limit
         # the last view that was saved in place of a tensor
         self.saved: View | None = None
@@ -144,7 +148,8 @@ class Tracker:
         known = self._known_of(tensor)
         if known is None:
             return None
-        source, offset = known.made or known.source(tensor), tensor.storage_offset()
+        source = known.made or known.source(tensor)
+        offset = tensor.storage_offset()
         return View(source, known.place, tensor.shape, tensor.stride(), offset)
 
     def _known_of(self, tensor: Tensor) -> _Known | None:
@@ -168,7 +173,8 @@ class Tracker:
 
     def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> _Known:
         """Note that a recipe makes a tensor, or, for None, that autograd saves it as it is."""
-        sources, storage = self._known, tensor.untyped_storage()
+        sources = self._known
+        storage = tensor.untyped_storage()
         sources[id(storage)] = known = _Known(storage, tensor, made, place)
         if len(sources) > self._room:
             # as many as twice those that were left
@@ -261,7 +267,8 @@ class Tracker:
             # saved as it is, as what is known as saved already
             known = self.note(tensor, None)
             made = None
-        source, offset = made or known.source(tensor), tensor.storage_offset()
+        source = made or known.source(tensor)
+        offset = tensor.storage_offset()
         view.fill(source, known.place, tensor.shape, tensor.stride(), offset)
         self.saved = view
         if made is not None:

@@ -110,7 +110,8 @@ def _saving(
     y = function(read, *tensors)
     if y.grad_fn is None:
         return y
-    saved, inputs = y.grad_fn.saved_tensors, y.grad_fn.saved.inputs
+    saved = y.grad_fn.saved_tensors
+    inputs = y.grad_fn.saved.inputs
     if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
         place = inputs.index(0)
         view.source.add_reader(count)
@@ -135,5 +136,5 @@ def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, firs
     if call.is_norm:
         x, *parameters = inputs
         again = partial(_normalised, call, [isinstance(t, Tensor) for t in parameters])
-        given = [t for t in parameters if isinstance(t, Tensor)]
-        tracker.make("norm", again, [x, *given], [y], saves_parameters=True)
+        present = [t for t in parameters if isinstance(t, Tensor)]
+        tracker.make("norm", again, [x, *present], [y], saves_parameters=True)

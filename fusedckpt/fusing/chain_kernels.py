@@ -43,7 +43,14 @@ _VIEWS = (View, Leaf)
 _WITH_STATISTICS = {
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
     F.batch_norm: (
-        *("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
+        "input",
+        "running_mean",
+        "running_var",
+        "weight",
+        "bias",
+        "training",
+        "momentum",
+        "eps",
     ),
 }
 _ROW_NORMS = {
@@ -63,12 +70,12 @@ def chain_statistics(
         return []
     count = x.shape[1] if func is F.batch_norm else x.shape[0] * num_groups
     keys = {key_of(t) for t in inputs}
-    found = [
+    statistics = [
         t
         for t in saved
         if t.numel() == count and t.is_floating_point() and key_of(t) not in keys and t.dim() < 3
     ]
-    return found if len(found) == 2 else []
+    return statistics if len(statistics) == 2 else []
 
 
 class _Call(NamedTuple):
@@ -184,16 +191,19 @@ def _activation(call: _Call) -> tuple[str, Any] | None:
 
 def _channel_norm(end: _Call) -> Callable[[], Tensor] | None:
     """Match act(norm(x) + residual), the activation and the residual perhaps absent."""
-    call, activation, passed = end, "identity", []
-    found = _activation(end)
-    if found is not None:
-        activation, view = found
+    call = end
+    activation = "identity"
+    passed = []
+    named = _activation(end)
+    if named is not None:
+        activation, view = named
         inner = _inner(view, end.made)
         call = None if inner is None else _call_of(inner)
         if call is None:
             return None
         passed.append(call.made)
-    residual, owner = None, call.made
+    residual = None
+    owner = call.made
     parts = _parts_of_sum(call, _WITH_STATISTICS, end.made)
     if parts is not None:
         call, residual = parts
@@ -206,12 +216,14 @@ def _channel_norm(end: _Call) -> Callable[[], Tensor] | None:
 def _of_statistics(
     end: _Call, call: _Call, activation: str, added: tuple[Any, Made], chain: _Chain
 ) -> Callable[[], Tensor] | None:
-    options, norm = call.named(_WITH_STATISTICS[call.func]), call.made
+    options = call.named(_WITH_STATISTICS[call.func])
+    norm = call.made
     num_given = sum(isinstance(value, _VIEWS) for value in options.values())
     if len(norm.inputs) != num_given + 2:
         # without statistics
         return None
-    x, (residual, owner) = options["input"], added
+    x = options["input"]
+    (residual, owner) = added
     # a channel's numbers lie in one piece, in all samples alike
     is_dense = x.offset == 0 and (x.size, x.stride) == end.made.layouts[0][:2]
     is_like = residual is None or residual.stride == x.stride
@@ -240,7 +252,8 @@ def _of_statistics(
 def _modulated_norm(end: _Call) -> Callable[[], Tensor] | None:
     """Match norm(x) * factor + shift; the shift may be absent."""
     passed: list[Made] = []
-    product, shift = end, None
+    product = end
+    shift = None
     parts = _parts_of_sum(end, _PRODUCTS, end.made)
     if parts is not None:
         product, shift = parts
@@ -257,10 +270,15 @@ def _modulated_norm(end: _Call) -> Callable[[], Tensor] | None:
 class _RowNorm(NamedTuple):
     """A norm over the last dimension."""
 
+    # its recipe
     made: Made
+    # its kind and eps
     rule: NormRule
+    # its input
     x: View | Leaf
+    # its factor for each column
     weight: View | Leaf | None
+    # its summand for each column
     bias: View | Leaf | None
 
 
@@ -287,7 +305,8 @@ def _row_norm(made: Made) -> _RowNorm | None:
 def _of_rows(
     end: _Call, product: Made, norm: _RowNorm, factor: View, shift: View | None, chain: _Chain
 ) -> Callable[[], Tensor] | None:
-    layout, x = end.made.layouts[0], norm.x
+    layout = end.made.layouts[0]
+    x = norm.x
     n = x.size[-1]
     is_contiguous = (
         x.stride[-1] == 1 and torch.empty_strided(x.size, x.stride, device="meta").is_contiguous()

@@ -10,8 +10,11 @@ class Noise:
     """The noise by which dropout multiplies on a CPU, and its random state."""
 
     def __init__(self, like: Tensor, p: float):
-        self.state, self.p = torch.get_rng_state(), p
-        self.size, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+        self.state = torch.get_rng_state()
+        self.p = p
+        self.size = like.shape
+        self.stride = like.stride()
+        self.dtype = like.dtype
 
     def __call__(self) -> Tensor:
         """Return the noise again."""
@@ -31,9 +34,12 @@ class Mask:
     """The mask of dropout's CUDA kernel, and its random state."""
 
     def __init__(self, input: Tensor, p: float, state: Tensor):
-        self.state, self.p, self.device = state, p, input.device
+        self.state = state
+        self.p = p
+        self.device = input.device
         # contiguous, as `random_state` asks for
-        self.size, self.dtype = input.shape, input.dtype
+        self.size = input.shape
+        self.dtype = input.dtype
 
     def __call__(self) -> Tensor:
         """Return the mask again: the numbers are drawn for the same layout, whatever the data."""

@@ -28,17 +28,18 @@ from fusedckpt.layers.sequential import Sequential
 
 def find_shared(search: Search) -> None:
     """Find linears and activations that may read a norm's recipe; a layer of such is not left."""
-    modules, report = search.modules, search.report
+    modules = search.modules
+    report = search.report
     norms = (LayerNorm, RMSNorm, FusedNorm)
     kinds = [*map(type, modules.values()), *(swap.new_class for _, swap in search.swaps)]
     if not any(issubclass(kind, norms) for kind in kinds):
         return
-    seen = {*search.inside, *(one for one, _ in search.swaps)}
+    seen = {*search.inside, *(module for module, _ in search.swaps)}
     # of Sequentials that a block begins or ends in
     seen.update([child for module in search.inside for child in module.children()])
-    for one, swap in search.swaps:
+    for module, swap in search.swaps:
         # its blocks are told by the classes of its layers
-        seen.update(one.children() if issubclass(swap.new_class, Sequential) else ())
+        seen.update(module.children() if issubclass(swap.new_class, Sequential) else ())
     swaps: dict[str, Swap] = {}
     for name, module in modules.items():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):

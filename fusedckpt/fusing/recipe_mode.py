@@ -46,7 +46,8 @@ class RecipeMode(TorchFunctionMode):
 
     def __init__(self, tracker: Tracker, floor: int):
         super().__init__()
-        self.tracker, self.floor = tracker, floor
+        self.tracker = tracker
+        self.floor = floor
         # those around the forward: with others, such as a checkpoint's, a function runs as it is
         self._hooks = private.top_hooks()
         # the tensors that a function has saved: autograd keeps the pack hook, which must keep no
@@ -166,7 +167,8 @@ class RecipeMode(TorchFunctionMode):
     def _writing(self, again: Replay, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """Run a function that may write over its first tensor."""
         x = inputs[0]
-        before, version = self.tracker.find(x), x._version
+        before = self.tracker.find(x)
+        version = x._version
         y, saved = self._run(again.func, args, kwargs)
         writes = again.writes = y is x and x._version != version
         overwritten = None
@@ -215,10 +217,10 @@ class RecipeMode(TorchFunctionMode):
         y, saved = self._run(F.batch_norm, args, {})
         if training:
             args = input, None, None, *args[3:]
-        again, given = replay_of(F.batch_norm, args, {})
+        again, tensors = replay_of(F.batch_norm, args, {})
         if training:
-            given += _statistics(F.batch_norm, input, 0, inputs, saved)
-        self._note(again, given, y, saved)
+            tensors += _statistics(F.batch_norm, input, 0, inputs, saved)
+        self._note(again, tensors, y, saved)
         return y
 
     def _instance_norm(
@@ -254,7 +256,8 @@ class RecipeMode(TorchFunctionMode):
         if input.device.type == "cpu":
             noise = torch.empty_like(input)
             self._note(dropouts.Noise(noise, p), [], dropouts.drawn(noise, p), (), name="dropout")
-            multiply, args = self._writing if inplace else self._cheap, (input, noise)
+            multiply = self._writing if inplace else self._cheap
+            args = (input, noise)
             again, inputs = replay_of(Tensor.mul_ if inplace else Tensor.mul, args, {})
             return multiply(again, args, {}, inputs)
         state = dropouts.random_state(input)

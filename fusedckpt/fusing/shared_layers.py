@@ -117,7 +117,8 @@ class SharedLinear(SharedProduct):
 
     def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y = super()._shared(x, view, forward)
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        weight = self._parameters.get("weight")
+        bias = self._parameters.get("bias")
         # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
         if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
             return y

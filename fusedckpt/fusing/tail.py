@@ -35,7 +35,8 @@ def tail_of(parent: nn.Sequential) -> tuple[Tail, nn.Sequential] | None:
 
     None where they are all layers, or a linear is not one of two.
     """
-    names, layers = tuple(parent._modules), list(parent._modules.values())
+    names = tuple(parent._modules)
+    layers = list(parent._modules.values())
     linears = [place for place, layer in enumerate(layers) if isinstance(layer, nn.Linear)]
     if len(linears) != 2 or not linears[0] or linears[1] - linears[0] < 2:
         return None
