@@ -163,11 +163,14 @@ def test_models_of_all_groups_are_measured_with_recipes(capsys, tmp_path, monkey
     pytest.importorskip("transformers")
     from bench import survey
     from bench.results import read
+    from bench.zoo import ZOO
 
     def find(package: str) -> object:
         return None if package == "diffusers" else object()
 
     monkeypatch.setattr(survey, "find_spec", find)
+    # one part alone: a test below extends costs to more
+    monkeypatch.setitem(ZOO, "distilbert", ZOO["distilbert"]._replace(repeats=0))
     with forced_path("aten"):
         assert command.main(["shares", "distilbert", "dit", f"--out={tmp_path}"]) == 0
     text = capsys.readouterr().out
@@ -190,6 +193,15 @@ def test_models_of_all_groups_are_measured_with_recipes(capsys, tmp_path, monkey
     assert line.split()[3:6] == [f"{flops[name] / flops['eager']:.3f}" for name in others]
     assert line.split()[7:] == [f"{written[name] / written['eager']:.2f}" for name in others]
     assert re.search(rf"^encoder +1 +{' +'.join(gone)} ", text, re.MULTILINE)
+
+
+def test_costs_are_extended_to_the_parts_of_a_checkpoint():
+    from bench.survey import Cost
+
+    single, double = Cost(10, 20, 30, 40), Cost(11, 22, 33, 44)
+    assert single.extended(double, 1) == single
+    assert single.extended(double, 2) == double
+    assert single.extended(double, 12) == (21, 42, 63, 84)
 
 
 def test_work_counts_the_parts_of_fused_layers():
