@@ -7,6 +7,6 @@ from fusedckpt.kernels.runtime import IS_INTERPRETED
 
 
 @pytest.fixture(autouse=True)
-def on_aten():
+def on_aten(unverified):
     with forced_path("aten" if IS_INTERPRETED else None):
         yield
