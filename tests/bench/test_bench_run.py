@@ -61,10 +61,11 @@ def test_every_case_is_checked_weighed_and_timed(result, name):
     counts["experts"] = 5 + 2 * (find_spec("transformers") is not None)
     counts["head"] = 3 + hasattr(nn, "LinearCrossEntropyOptions")
     assert len(rows) == counts.get(name, 2 + len(ours))
-    for row in rows.values():
+    for way, row in rows.items():
         assert row["failure"] is None
         assert len(row["errors"]) >= 3
-        assert 0 < row["backward_peak_bytes"] <= row["peak_bytes"]
+        # torch 2.14's own head has made its gradients in forward
+        assert 0 < row["backward_peak_bytes"] <= row["peak_bytes"] or way == "torch's"
         for times in (row["forward_ms"], row["backward_ms"], row["both_ms"]):
             assert len(times) == 1
             assert min(times) > 0
