@@ -26,14 +26,14 @@ _FACTORS = "peft.tuners.lora.layer._LoraFactorsProxy"
 
 
 class ExpertsMatch(NamedTuple):
-    """The experts that a module computes; held: state that must not change.
-
-    is_own: whether the class's own forward computes the same, not transformers' functions alone.
-    """
+    """The experts that a module computes."""
 
     gating: Gating
+    # whether weights lie as [in, out]
     is_transposed: bool
+    # the state for which the match holds
     guards: tuple[Guard, ...]
+    # whether the class's own forward computes the same, not transformers' functions alone
     is_own: bool = True
 
 
@@ -48,7 +48,7 @@ class FusedExperts(Swapped):
     chunks: int | None
 
     def _fused(self, x: Tensor, index: Tensor, scores: Tensor) -> Tensor | NotFused:
-        return fused(self, self._fusedckpt_match, self.save, self.chunks, x, index, scores)
+        return _experts(self, x, index, scores)
 
     def _function_now(self) -> str:
         return f"fused as experts, save={self.save}"
@@ -61,53 +61,57 @@ class FusedDenseExperts(FusedExperts):
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:  # type: ignore[override]  # of one tensor
         weight = getattr(self, WEIGHTS[0], None)
-        width, num_experts = x.shape[-1], 0 if weight is None else weight.shape[0]
-        rows = x.reshape(-1, width)
+        num_experts = 0 if weight is None else weight.shape[0]
+        rows = x.reshape(-1, x.shape[-1])
         if not num_experts or len(rows) % num_experts:
             return NotFused("arguments")
         experts_of_rows = torch.arange(num_experts, device=x.device)
         index = experts_of_rows.repeat_interleave(len(rows) // num_experts)[:, None]
         scores = rows.new_ones(len(rows), 1)
-        return fused(self, self._fusedckpt_match, self.save, self.chunks, rows, index, scores)
+        return _experts(self, rows, index, scores)
 
 
-def fused(
-    module: nn.Module,
-    match: ExpertsMatch,
-    save: str,
-    chunks: int | None,
-    x: Any,
-    index: Any,
-    scores: Any,
-) -> Tensor | NotFused:
+def _experts(module: Any, x: Any, index: Any, scores: Any) -> Tensor | NotFused:
     """Return the result of a module's experts, or why this call cannot run fused."""
-    if (changed := first_change(module, match.guards)) is not None:
-        return changed
-    weights = {n: _operand(module, n, match.is_transposed) for n in (*WEIGHTS, *BIASES)}
+    match: ExpertsMatch = module._fusedckpt_match
+    if (change := first_change(module, match.guards)) is not None:
+        return change
+    operands = {name: _operand(module, name, match.is_transposed) for name in (*WEIGHTS, *BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
         return NotFused("arguments")
     if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
         return NotFused("arguments")
-    plain, base = {name: _plain(weight) for name, weight in weights.items()}, weights[WEIGHTS[0]]
-    if not dispatch.are_plain(x, index, scores, *plain.values()):
-        return fallbacks.fallback_of(x, **plain)
-    dtype = (base.weight if isinstance(base, LoRA) else base).dtype
+    tensors = {name: _dense_weight(operand) for name, operand in operands.items()}
+    if not dispatch.are_plain(x, index, scores, *tensors.values()):
+        return fallbacks.fallback_of(x, **tensors)
+    gate_up, down = (operands[name] for name in WEIGHTS)
+    gate_up_bias, down_bias = (operands[name] for name in BIASES)
+    dtype = (gate_up.weight if isinstance(gate_up, LoRA) else gate_up).dtype
     # other implementations than eager multiply in the weights' dtype, and ignore autocast
-    ignores = not is_eager(module)
-    is_on = dispatch.autocast_dtype(x.device) is not None
-    if not (ignores or match.is_own) or (x.dtype != dtype and not (ignores or is_on)):
+    ignores_autocast = not is_eager(module)
+    is_autocast = dispatch.autocast_dtype(x.device) is not None
+    if not (ignores_autocast or match.is_own):
         return NotFused("dtype", x.dtype)
-    off = torch.autocast(x.device.type, enabled=False) if ignores and is_on else nullcontext()
-    with off:
+    if x.dtype != dtype and not (ignores_autocast or is_autocast):
+        return NotFused("dtype", x.dtype)
+    without_autocast = (
+        torch.autocast(x.device.type, enabled=False)
+        if ignores_autocast and is_autocast
+        else nullcontext()
+    )
+    with without_autocast:
         y = experts(
-            *(x.to(dtype) if ignores else x, index, scores),
-            *map(weights.__getitem__, WEIGHTS),
+            x.to(dtype) if ignores_autocast else x,
+            index,
+            scores,
+            gate_up,
+            down,
             activation=match.gating,
-            gate_up_bias=weights[BIASES[0]],
-            down_bias=weights[BIASES[1]],
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
             is_transposed=match.is_transposed,
-            save=levels.resolve("experts", None, save, LEVELS),
-            chunks=chunks,
+            save=levels.resolve("experts", None, module.save, LEVELS),
+            chunks=module.chunks,
         )
     return y.to(x.dtype)
 
@@ -131,12 +135,12 @@ def _operand(module: nn.Module, name: str, is_transposed: bool) -> Any:
     # of several adapters peft makes a dense sum
     if parametrizations is None or kinds != [_FACTORS]:
         return getattr(module, name, None)
-    a, b = parametrizations[0].rhs, parametrizations[0].lhs
-    a, b = (b, a) if is_transposed else (a, b)
-    return LoRA(parametrizations.original, a, b, parametrizations[0].scaling)
+    factors = parametrizations[0]
+    a, b = (factors.lhs, factors.rhs) if is_transposed else (factors.rhs, factors.lhs)
+    return LoRA(parametrizations.original, a, b, factors.scaling)
 
 
-def _plain(weight: Any) -> Any:
+def _dense_weight(weight: Any) -> Any:
     """Return a weight below adapters, None for one that dequantises."""
     weight = weight.weight if isinstance(weight, LoRA) else weight
     return None if quantised(weight) is not None else weight

@@ -37,57 +37,60 @@ from fusedckpt.layers.head import linear_cross_entropy
 _LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
 # in place of logits in the first call: most show a scale, the last ones a cap
 _PROBES = (0.0, 1e-3, -1e-3, 0.1, -3.0, 20.0, -1e5, 1e7)
-# of what reaches the loss, which may be rounded to float32
+# of the probes: one where a softcap bends little, and the largest
+_SMALL = 3
+_LARGEST = -1
+# of the values that reach the loss, which may be rounded to float32
 _TOLERANCE = 1e-5
-# the attributes of the model: what reaches its loss, and whether evaluation skips logits, too
-MAPPING, ALWAYS = "_fusedckpt_mapping", "_fusedckpt_always"
+# attributes of the model: the `LogitMapping` that its loss gets, or the reason why it computes
+# logits; whether evaluation skips logits, too
+MAPPING = "_fusedckpt_mapping"
+ALWAYS = "_fusedckpt_always"
 
 
 class LogitMapping(NamedTuple):
-    """What a model makes of its logits u: softcap tanh(scale u / softcap), or scale u.
+    """The function of its logits u that a model gives its loss.
 
-    ops: the names of autograd's nodes between, by which a later call is known to do the same.
+    It is softcap tanh(scale u / softcap), or scale u without a softcap.
     """
 
     scale: float
     softcap: float | None
+    # the names of autograd's nodes between, by which a later call is known to do the same
     ops: tuple[str, ...]
 
 
 class _Refused(Exception):
-    """The model does something to its logits that its loss cannot do; the message says what."""
+    """The model does something to its logits that our loss cannot do; the message says what."""
 
 
 @dataclass
 class _LossCall:
-    """One call of a model that computes its loss without logits.
+    """One call of a model that computes its loss without logits."""
 
-    mapping: None in the first call, which reads it.
-    """
-
+    # the function of the logits, None in the first call, which reads it
     mapping: LogitMapping | None
-    # the input of the output embedding, and the autocast of its call, once it was called
+    # the input of the output embedding, once it was called
     hidden: Tensor | None = None
-    cast: torch.dtype | None = None
-    # the value that the output embedding returned in place of logits
+    # the dtype of autocast at that call
+    autocast: torch.dtype | None = None
+    # the tensor that the output embedding returned in place of logits
     logits: Tensor | None = field(default=None, repr=False)
+    # whether the loss was computed
     has_loss: bool = False
 
-    def stand_in(self, head: nn.Module, x: Tensor) -> Tensor:
+    def logits_placeholder(self, head: nn.Module, x: Tensor) -> Tensor:
         """Keep the output embedding's input, and return a tensor in place of its logits."""
         if self.hidden is not None:
             raise _Refused("calls its output embedding several times")
         self.hidden = x
         # autocast leaves float64 as it is
-        self.cast = None if x.dtype == torch.float64 else autocast_dtype(x.device)
-        lead, dtype = x.shape[:-1], self.cast or x.dtype
+        self.autocast = None if x.dtype == torch.float64 else autocast_dtype(x.device)
         if self.mapping is None:
-            wide = torch.float32 if x.device.type == "mps" else torch.float64
-            rows = torch.arange(math.prod(lead), device=x.device, dtype=wide).view(*lead, 1)
-            # rows differ, so that one that moves shows
-            logits = torch.tensor(_PROBES, device=x.device, dtype=wide) * (1 + rows / rows.numel())
+            logits = _probes(x)
         else:
-            logits = torch.empty(*lead, 0, device=x.device, dtype=dtype)
+            dtype = self.autocast or x.dtype
+            logits = torch.empty(*x.shape[:-1], 0, device=x.device, dtype=dtype)
         self.logits = logits.requires_grad_(torch.is_grad_enabled())
         return self.logits
 
@@ -99,11 +102,19 @@ class _LossCall:
             shapes = f"{[*self.logits.shape[:-1]]} and {[*result.shape[:-1]]}"
             raise _Refused(f"selects rows of its logits before the loss ({shapes})")
         ops = tuple(_ops_of(result))
-        if self.mapping is not None:
-            if ops != self.mapping.ops:
-                raise _Refused("changes its logits in other ways than in its first step")
-            return self.mapping
-        return _read(self.logits.detach().double(), result.detach().double(), ops)
+        if self.mapping is None:
+            return _read_mapping(self.logits.detach().double(), result.detach().double(), ops)
+        if ops != self.mapping.ops:
+            raise _Refused("changes its logits in other ways than in its first step")
+        return self.mapping
+
+
+def _probes(x: Tensor) -> Tensor:
+    """Return probes in place of the logits of x: each row has its own, so that moved rows show."""
+    lead = x.shape[:-1]
+    wide = torch.float32 if x.device.type == "mps" else torch.float64
+    rows = torch.arange(math.prod(lead), device=x.device, dtype=wide).view(*lead, 1)
+    return torch.tensor(_PROBES, device=x.device, dtype=wide) * (1 + rows / rows.numel())
 
 
 def _ops_of(result: Tensor) -> Iterator[str]:
@@ -115,15 +126,16 @@ def _ops_of(result: Tensor) -> Iterator[str]:
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
 
 
-def _read(logits: Tensor, result: Tensor, ops: tuple[str, ...]) -> LogitMapping:
-    """Return the mapping from numbers in place of logits to what became of them."""
-    first, last = (logits[..., i].flatten()[0].item() for i in (3, -1))
-    scaled, largest = (result[..., i].flatten()[0].item() for i in (3, -1))
-    scale, softcap = scaled / first, None
-    if math.isfinite(largest) and abs(largest) < abs(scale * last) / 2:
-        softcap = abs(largest)
+def _read_mapping(logits: Tensor, result: Tensor, ops: tuple[str, ...]) -> LogitMapping:
+    """Return the mapping from probes in place of logits to the values that reached the loss."""
+    small, largest = (logits[..., i].flatten()[0].item() for i in (_SMALL, _LARGEST))
+    small_result, largest_result = (result[..., i].flatten()[0].item() for i in (_SMALL, _LARGEST))
+    scale = small_result / small
+    softcap = None
+    if math.isfinite(largest_result) and abs(largest_result) < abs(scale * largest) / 2:
+        softcap = abs(largest_result)
         # tanh bends a little at 0.1 already
-        scale = softcap * math.atanh(min(scaled / softcap, 1.0 - 1e-12)) / first
+        scale = softcap * math.atanh(min(small_result / softcap, 1.0 - 1e-12)) / small
     if not (math.isfinite(scale) and scale > 0) or softcap == 0.0:
         raise _Refused("changes its logits before the loss by more than a scale and a softcap")
     expected = scale * logits
@@ -149,7 +161,7 @@ class FusedHead(nn.Module):
         call = self._fusedckpt_call
         if call is None or not _may_skip(self, input):
             return super().forward(input)
-        return call.stand_in(self, input)
+        return call.logits_placeholder(self, input)
 
     def _fusedckpt_loss(self, run: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """Compute a loss: the work of the module, which a plan may let run otherwise."""
@@ -161,9 +173,9 @@ def _may_skip(head: Any, x: Any) -> bool:
     if dispatch.is_recorded(x) or not isinstance(x, Tensor) or not x.numel():
         return False
     tensors = [t for t in (x, head.weight, head.bias) if t is not None]
-    is_one = len({t.dtype for t in tensors}) == 1 or autocast_dtype(x.device) is not None
-    transformed = private.are_transforms_active() or private.forward_level() >= 0
-    return dispatch.are_plain(*tensors) and is_one and not transformed
+    has_one_dtype = len({t.dtype for t in tensors}) == 1 or autocast_dtype(x.device) is not None
+    is_transformed = private.are_transforms_active() or private.forward_level() >= 0
+    return dispatch.are_plain(*tensors) and has_one_dtype and not is_transformed
 
 
 class FusedCausalModel(nn.Module):
@@ -176,13 +188,13 @@ class FusedCausalModel(nn.Module):
         super().__init_subclass__(**kwargs)
         ours, original = made_of(cls) or (nn.Module, nn.Module)
         if issubclass(ours, FusedCausalModel):
-            theirs: Any = original.forward
+            forward_of_class: Any = original.forward
 
             # with the original's signature, which a Trainer reads
-            @functools.wraps(theirs)
+            @functools.wraps(forward_of_class)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                run = partial(theirs, self, *args, **kwargs)
-                return self._without_logits(run) if self._may_skip(args, kwargs) else run()
+                run = partial(forward_of_class, self, *args, **kwargs)
+                return self._run_without_logits(run) if self._may_skip(args, kwargs) else run()
 
             cls.forward = forward
 
@@ -218,13 +230,14 @@ class FusedCausalModel(nn.Module):
             return False
         return bound.arguments.get("labels") is not None
 
-    def _without_logits(self, run: Callable[[], Any]) -> Any:
+    def _run_without_logits(self, run: Callable[[], Any]) -> Any:
         """Run the model's forward; the first time, probe its function of the logits."""
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         mapping = self.__dict__.get(MAPPING)
         # one call in training says nothing about nodes that evaluation has not
         known = mapping if torch.is_grad_enabled() else None
-        call, state = _LossCall(known), _random_state(head)
+        call = _LossCall(known)
+        random_state = _random_state(head)
         try:
             head._fusedckpt_call = call
             output = run()
@@ -233,16 +246,16 @@ class FusedCausalModel(nn.Module):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            # only now: its frames hold the tensors of the call
+            # only its words: its frames hold the tensors of the call
             reason = str(error) if isinstance(error, _Refused) else ""
             if known is not None and not reason:
                 raise
             reason = reason or f"raised a {type(error).__name__} for numbers in place of its logits"
         else:
-            return output if call.hidden is None else _without(output)
+            return output if call.hidden is None else _output_without_logits(output)
         finally:
             head.__dict__.pop("_fusedckpt_call", None)
-        _restore(head, state)
+        _restore_random_state(head, random_state)
         output = run()
         reason = f"{type(self).__name__} {reason}"
         self.__dict__[MAPPING] = reason
@@ -280,7 +293,7 @@ class FusedCausalModel(nn.Module):
         )
         hidden = call.hidden
         assert hidden is not None
-        with cast_by(hidden.device, call.cast):
+        with cast_by(hidden.device, call.autocast):
             rows = shift_labels.to(hidden.device).reshape(hidden.shape[:-1])
             loss = head._fusedckpt_loss(run, hidden, rows)
         return loss.to(torch.float32)
@@ -290,7 +303,7 @@ def _loss_of_rows(weight: Any, bias: Any, hidden: Tensor, target: Tensor, **opti
     return linear_cross_entropy(hidden, weight, target, bias, **options)
 
 
-def _without(output: Any) -> Any:
+def _output_without_logits(output: Any) -> Any:
     """Return a model's output with None in place of logits."""
     if isinstance(output, tuple):
         return output[0], None, *output[2:]
@@ -300,11 +313,11 @@ def _without(output: Any) -> Any:
 def _random_state(head: Any) -> tuple[Tensor, Tensor | None]:
     device = head.weight.device
     # it is not to be read while a CUDA graph is captured
-    has_own = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if has_own else None
+    is_read = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_read else None
 
 
-def _restore(head: Any, state: tuple[Tensor, Tensor | None]) -> None:
+def _restore_random_state(head: Any, state: tuple[Tensor, Tensor | None]) -> None:
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], head.weight.device)

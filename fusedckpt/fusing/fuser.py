@@ -16,7 +16,7 @@ from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing.find_blocks import BlockFinder
 from fusedckpt.fusing.fuse_report import FuseReport
-from fusedckpt.fusing.match_heads import find_head
+from fusedckpt.fusing.match_heads import find_heads
 from fusedckpt.fusing.match_mixers import find_mixers
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.matcher import Matcher
@@ -122,7 +122,7 @@ def fuse(
     BlockFinder(search, matcher).find()
     find_mixers(model, search, batch)
     if head:
-        find_head(model, search, always=head == "always")
+        find_heads(model, search, always=head == "always")
     search.check()
     search.report.watch(model)
     if linear:

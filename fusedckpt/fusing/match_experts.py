@@ -50,47 +50,63 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
     others = [name for name, _ in module.named_parameters() if name not in (*WEIGHTS, *BIASES)]
     if others:
         return NotFused("parameters", ", ".join(others))
-    gate_up, down = [module._parameters[name] for name in WEIGHTS]
+    num_arguments = len(inspect.signature(module.forward).parameters)
+    if num_arguments not in (1, 3):
+        return NotFused("signature")
+    is_transposed = _are_transposed(module)
+    gating = _gating_of(module)
+    if is_transposed is None or gating is None:
+        return NotFused("shapes" if is_transposed is None else "gating")
+    name = gating if isinstance(gating, str) else "clamped SwiGLU"
+    details = [name, *(["weights as [in, out]"] if is_transposed else []), *chunk_words(chunks)]
+    new_class = FusedExperts if num_arguments == 3 else FusedDenseExperts
+    gate_up = module._parameters[WEIGHTS[0]]
+    assert gate_up is not None
+    return Swap(
+        "experts",
+        f"{type(module).__name__} -> experts ({', '.join(details)})",
+        subclass(new_class, type(module)),
+        {
+            "_fusedckpt_match": ExpertsMatch(gating, is_transposed, _guards_of(module)),
+            "save": save,
+            "chunks": chunks,
+        },
+        features=(gate_up.shape[1 if is_transposed else 2],),
+        can_shrink=True,
+    )
+
+
+def _are_transposed(module: nn.Module) -> bool | None:
+    """Whether the weights of experts lie as [in, out]; None where their shapes do not fit."""
+    gate_up, down = (module._parameters[name] for name in WEIGHTS)
     assert gate_up is not None
     assert down is not None
-    first, last = gate_up.shape[1:], down.shape[1:]
     # some experts of others have no weights
-    are_as_many = gate_up.shape[0] == down.shape[0]
-    sides = [side for side in (False, True) if are_as_many and _fits(first, last, side)]
-    if len(sides) == 2:
+    if gate_up.shape[0] != down.shape[0]:
+        return None
+    layouts = [layout for layout in (False, True) if _fits(gate_up, down, layout)]
+    if len(layouts) == 2:
         # square: either could be
-        sides = [bool(getattr(module, "is_transposed", False))]
-    count = len(inspect.signature(module.forward).parameters)
-    if count not in (1, 3):
-        return NotFused("signature")
-    gating = _gating_of(module)
-    if not sides or gating is None:
-        return NotFused("gating" if sides else "shapes")
-    # sizes may change, as in expert parallelism
+        return bool(getattr(module, "is_transposed", False))
+    return layouts[0] if layouts else None
+
+
+def _fits(gate_up: Tensor, down: Tensor, is_transposed: bool) -> bool:
+    shapes: list[Sequence[int]] = [gate_up.shape[1:], down.shape[1:]]
+    (n, k), (d, f) = (shape[::-1] if is_transposed else shape for shape in shapes)
+    return n == 2 * f and k == d
+
+
+def _guards_of(module: nn.Module) -> tuple[Guard, ...]:
+    """Return guards for the options of experts; sizes may change, as in expert parallelism."""
     reads = tuple(
         ((name,), value)
         for name, value in vars(module).items()
         if name[0] != "_" and name != "training" and type(value) is not int
         if is_simple(value) or is_function(value)
     )
-    guards = [Guard((), None, None, reads)]
-    guards += [Guard((n,), type(child), None, ()) for n, child in module.named_children()]
-    name = gating if isinstance(gating, str) else "clamped SwiGLU"
-    details = [name, *(["weights as [in, out]"] if sides[0] else []), *chunk_words(chunks)]
-    match = ExpertsMatch(gating, sides[0], tuple(guards))
-    return Swap(
-        "experts",
-        f"{type(module).__name__} -> experts ({', '.join(details)})",
-        subclass(FusedExperts if count == 3 else FusedDenseExperts, type(module)),
-        {"_fusedckpt_match": match, "save": save, "chunks": chunks},
-        features=(first[0 if sides[0] else 1],),
-        can_shrink=True,
-    )
-
-
-def _fits(first: Sequence[int], last: Sequence[int], turned: bool) -> bool:
-    (n, k), (d, f) = (first[::-1], last[::-1]) if turned else (first, last)
-    return n == 2 * f and k == d
+    children = (Guard((n,), type(child), None, ()) for n, child in module.named_children())
+    return (Guard((), None, None, reads), *children)
 
 
 def _gating_of(module: Any) -> Gating | None:
@@ -98,15 +114,16 @@ def _gating_of(module: Any) -> Gating | None:
     # beyond every limit
     far = max([30.0, *(2 * number for number in _numbers(module))])
     near = torch.linspace(-30, 30, 601, dtype=torch.float64)
-    near = torch.cat([near, near * far / 30])
-    z = torch.stack([near, near[torch.arange(len(near)) * 97 % len(near)]]).T.reshape(1, -1)
-    gate = getattr(module, "_apply_gate", None)
+    grid = torch.cat([near, near * far / 30])
+    # each number as a gate, with another one as up
+    z = torch.stack([grid, grid[torch.arange(len(grid)) * 97 % len(grid)]]).T.reshape(1, -1)
+    apply_gate = getattr(module, "_apply_gate", None)
     act: Any = getattr(module, "act_fn", None)
     with undisturbed("cpu"), torch.no_grad(), torch.device("cpu"):
         for gating in _candidates(module):
             g, u = _split(z, gating)
             try:
-                hidden: Any = gate(z.clone()) if callable(gate) else act(g.clone()) * u
+                hidden: Any = apply_gate(z.clone()) if callable(apply_gate) else act(g.clone()) * u
             except Exception:  # arbitrary code of others
                 return None
             # some compute it in float32
@@ -133,7 +150,7 @@ def _numbers(module: nn.Module) -> set[float]:
     return {v for v in vars(module).values() if type(v) is float and 0 < v < math.inf}
 
 
-def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
+def _run_routed(implementation: str, module: Any, x: Tensor) -> Tensor:
     """Run a copy of experts by an implementation of transformers', routed by two features."""
     if "config" in vars(module):
         module.config = copy.copy(module.config)
@@ -144,7 +161,7 @@ def _routed(implementation: str, module: Any, x: Tensor) -> Tensor:
     return type(module).forward(module, rows, index, rows[:, :2])
 
 
-def _dense(module: Any, x: Tensor) -> Tensor:
+def _run_dense(module: Any, x: Tensor) -> Tensor:
     """Run a copy of experts that each get all rows."""
     rows = x.flatten(0, -2).repeat(getattr(module, WEIGHTS[0]).shape[0], 1)
     return type(module).forward(module, rows)
@@ -156,21 +173,27 @@ def verified_experts(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotF
     Of dense experts the bytes are those of all of them.
     """
     if issubclass(swap.new_class, FusedDenseExperts):
-        dense = replace(swap, run=_dense)
+        dense = replace(swap, run=_run_dense)
         problem = difference(module, dense) if verify else None
-        part = Part(swap.kind, swap.change, saved_per_token(module, dense))
-        return problem or replace(swap, parts={"": part})
-    problem = difference(module, replace(swap, run=partial(_routed, "eager"))) if verify else None
+        return problem or _with_saved(swap, saved_per_token(module, dense))
+
+    def problem_of(implementation: str) -> NotFused | None:
+        return difference(module, replace(swap, run=partial(_run_routed, implementation)))
+
+    problem = problem_of("eager") if verify else None
     if problem is not None and not is_eager(module):
         # the own forward of some multiplies in float32
-        problem = difference(module, replace(swap, run=partial(_routed, "batched_mm")))
+        problem = problem_of("batched_mm")
         match = swap.attributes["_fusedckpt_match"]._replace(is_own=False)
         swap = replace(swap, attributes={**swap.attributes, "_fusedckpt_match": match})
     if problem is not None:
         return problem
     # transformers' grouped_mm runs on meta tensors in bfloat16 alone
-    routed = replace(swap, run=partial(_routed, "grouped_mm"))
+    routed = replace(swap, run=partial(_run_routed, "grouped_mm"))
     saved = saved_per_token(module, routed, torch.bfloat16)
     scale = next(module.parameters()).itemsize / 2
-    saved = None if saved is None else (scale * saved[0], scale * saved[1])
+    return _with_saved(swap, None if saved is None else (scale * saved[0], scale * saved[1]))
+
+
+def _with_saved(swap: Swap, saved: tuple[float, float] | None) -> Swap:
     return replace(swap, parts={"": Part(swap.kind, swap.change, saved)})

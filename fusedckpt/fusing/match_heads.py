@@ -19,7 +19,7 @@ from fusedckpt.fusing.swap import MARK, Part, Swap
 from fusedckpt.layers.fallbacks import NotFused
 
 
-def find_head(model: nn.Module, search: Search, always: bool) -> None:
+def find_heads(model: nn.Module, search: Search, always: bool) -> None:
     """Find the causal models of transformers in a model, and their output embeddings."""
     pairs = [(module, _head_of(module)) for module in model.modules()]
     pairs = [(module, head) for module, head in pairs if head is not None]
@@ -42,11 +42,10 @@ def find_head(model: nn.Module, search: Search, always: bool) -> None:
             continue
         part = Part("head", f"{type(head).__name__} -> loss without logits", None)
         search.report.swap(name, part)
-        new_class = subclass(FusedHead, type(head))
-        search.swaps.append((head, Swap("head", part.change, new_class, {}, parts={"": part})))
-        attributes = {MAPPING: None, ALWAYS: always}
-        new_class = subclass(FusedCausalModel, type(module))
-        search.swaps.append((module, Swap("head", part.change, new_class, attributes)))
+        head_swap = Swap("head", part.change, subclass(FusedHead, type(head)), {}, parts={"": part})
+        model_class = subclass(FusedCausalModel, type(module))
+        model_swap = Swap("head", part.change, model_class, {MAPPING: None, ALWAYS: always})
+        search.swaps += [(head, head_swap), (module, model_swap)]
 
 
 def _head_of(module: nn.Module) -> nn.Module | None:
@@ -64,8 +63,7 @@ def _obstacle(module: nn.Module, head: nn.Module) -> NotFused | None:
         return NotFused("head class")
     if not dispatch.are_plain(*head._parameters.values()):
         return NotFused("head weight")
-    if not is_causal_loss(module.loss_function) or "loss_function" not in names_in_forward(
-        type(module)
-    ):
+    calls_loss = "loss_function" in names_in_forward(type(module))
+    if not is_causal_loss(module.loss_function) or not calls_loss:
         return NotFused("head loss", type(module).__name__)
     return None
