@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-SLACK, FLOOR = 2.0, 8.0
+SLACK = 2.0
+FLOOR = 8.0
 # elements, over all draws, from which on the error of a result is compared with eager's
 FEWEST = 16
 
@@ -54,9 +55,11 @@ class Errors:
 
     # the dtype of the result; its rounding is allowed
     dtype: torch.dtype
-    # sums of squares of our errors, of eager's in the same dtype, and of the true values
+    # the sum of squares of our errors
     ours: float = 0.0
+    # the sum of squares of eager's errors in the same dtype
     eager: float = 0.0
+    # the sum of squares of the true values
     truth: float = 0.0
     # elements that were compared
     count: int = 0

@@ -57,12 +57,12 @@ def casts(layer: Any, x: Tensor) -> bool:
     if not is_dequantising(layer):
         return False
     is_set = layer.compute_type_is_set or x.dtype == torch.float16
-    computes = layer.compute_dtype if is_set else None
-    return any(d not in (None, x.dtype) for d in (computes, autocast_dtype(x.device)))
+    compute_dtype = layer.compute_dtype if is_set else None
+    return any(dtype not in (None, x.dtype) for dtype in (compute_dtype, autocast_dtype(x.device)))
 
 
 def dense(layer: nn.Module) -> nn.Module:
-    """Return the nn.Linear that a linear that dequantises stands for, any other layer as it is."""
+    """Return the nn.Linear that a dequantising linear computes, any other layer as it is."""
     if not is_dequantising(layer):
         return layer
     linear: Any = layer
@@ -91,19 +91,17 @@ def rebuilt(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.M
 
 
 def in_the_way(layer: nn.Module) -> str | None:
-    """Name the part of a wrapper that is no plain LoRA now, None if all of it is."""
+    """Return the part of a wrapper that is no plain LoRA now, None if all of it is."""
     if not is_lora(layer):
         return None
     lora: Any = layer
-    if lora.disable_adapters or lora.merged:
-        is_undone = lora.disable_adapters and lora.merged
-        return (
-            "an adapter that the next call unmerges" if is_undone else in_the_way(lora.base_layer)
-        )
-    problems = (_odd(lora, name) for name in _active(lora))
-    return next(
-        (problem for problem in problems if problem is not None), in_the_way(lora.base_layer)
-    )
+    if lora.disable_adapters and lora.merged:
+        return "an adapter that the next call unmerges"
+    if not (lora.disable_adapters or lora.merged):
+        problems = (_difference_from_lora(lora, name) for name in _active(lora))
+        if (problem := next(filter(None, problems), None)) is not None:
+            return problem
+    return in_the_way(lora.base_layer)
 
 
 def adapted(layer: nn.Module, weight: Any) -> Any:
@@ -132,8 +130,8 @@ def _active(lora: Any) -> list[str]:
     return [name for name in lora.active_adapters if name in lora.lora_A]
 
 
-def _odd(lora: Any, name: str) -> str | None:
-    """Say how an adapter differs from s B(A(dropout(x))), None where it does not."""
+def _difference_from_lora(lora: Any, name: str) -> str | None:
+    """Return how an adapter differs from s B(A(dropout(x))), None where it does not."""
     variant = lora.lora_variant.get(name)
     if variant is not None:
         return f"a {type(variant).__name__.removesuffix('LinearVariant')}"
@@ -149,5 +147,6 @@ def _odd(lora: Any, name: str) -> str | None:
 
 
 def _sizes(lora: Any, name: str) -> Hashable:
-    a, dropout = lora.lora_A[name].weight, lora.lora_dropout[name]
-    return name, a.shape, a.dtype, lora.scaling[name], getattr(dropout, "p", 0.0)
+    a = lora.lora_A[name].weight
+    rate = getattr(lora.lora_dropout[name], "p", 0.0)
+    return name, a.shape, a.dtype, lora.scaling[name], rate

@@ -1,4 +1,4 @@
-"""The changes that fuse made, and the modules that run fused since, as a record and as text."""
+"""The report of `fuse`: the modules that were swapped or left, and those that run fused since."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from fusedckpt.layers.sequential import Sequential
 # the attribute of a model with recipes: why its last call saved none
 RECIPES = "_fusedckpt_no_recipes"
 # classes that a report names where it found nothing
-_MOST = 8
+_MOST_CLASSES = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
 
 
@@ -59,10 +59,15 @@ class FuseReport:
         Counts calls with gradients since `fuse`; for blocks of a Sequential, their state now. Empty
         once the model is gone.
         """
-        model, known = self._model[0]() if self._model else None, {**self.swapped, **self.already}
-        named = [] if model is None else [part for part in parts(model) if part[0] in known]
-        now = {name: reason_now(module, inner) for name, module, inner, _ in named}
+        model = self._model_now()
+        known = {**self.swapped, **self.already}
+        placed = [] if model is None else [part for part in parts_of(model) if part.name in known]
+        now = {part.name: reason_now(part.module, part.inner) for part in placed}
         return {name: reason for name, reason in now.items() if reason is not None}
+
+    def _model_now(self) -> nn.Module | None:
+        """Return the model, None once it is gone."""
+        return self._model[0]() if self._model else None
 
     def watch(self, model: nn.Module) -> None:
         """Keep a weak reference to the model, and forget the notes of earlier calls."""
@@ -91,9 +96,11 @@ class FuseReport:
         if part.saved is not None:
             self.saved[name] = part.saved
 
-    def leave(self, name: str, kind: str, reason: NotFused, what: str) -> None:
-        """Add a module that is not swapped, and why; `what` is its class."""
-        self.left[name], self.kinds[name], self.classes[name] = reason, kind, what
+    def leave(self, name: str, kind: str, reason: NotFused, class_name: str) -> None:
+        """Add a module that is not swapped, and why."""
+        self.left[name] = reason
+        self.kinds[name] = kind
+        self.classes[name] = class_name
 
     def __str__(self) -> str:
         before = f", {len(self.already)} fused before" if self.already else ""
@@ -115,33 +122,41 @@ class FuseReport:
         return "\n".join([*lines, *self._unfused(), *self._hint()])
 
     def _hint(self) -> Iterator[str]:
-        """Yield what leads on: the classes where nothing was found, and the call that measures."""
-        attributes = vars(model) if (model := self._model and self._model[0]()) else {}
+        """Yield the classes where nothing was found, and the call that measures a step."""
+        model = self._model_now()
+        attributes = {} if model is None else vars(model)
         if RECIPES in attributes:
-            why = attributes[RECIPES]
+            obstacle = attributes[RECIPES]
             yield "recipes: results of cheap functions are made again in backward" + (
-                f"; not in the last call: {why}" if why else ""
+                f"; not in the last call: {obstacle}" if obstacle else ""
             )
         if not self.kinds:
             yield "found no norm, MLP, attention, experts, or linear with an activation"
-            most = sorted(self.seen.items(), key=lambda pair: -pair[1])
-            more = f" and {len(most) - _MOST} other classes" if len(most) > _MOST else ""
-            yield f"looked at {', '.join(f'{n} x {kind}' for kind, n in most[:_MOST])}{more}"
+            counts = sorted(self.seen.items(), key=lambda pair: -pair[1])
+            others = len(counts) - _MOST_CLASSES
+            more = f" and {others} other classes" if others > 0 else ""
+            named = ", ".join(f"{count} x {name}" for name, count in counts[:_MOST_CLASSES])
+            yield f"looked at {named}{more}"
         if self.swapped or self.already:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 
     def _unfused(self) -> Iterator[str]:
         """Yield lines on the modules that did not run fused, and on the bytes that this costs."""
-        known, reasons_now = {**self.swapped, **self.already}, self.fallbacks
-        model = self._model[0]() if self._model else None
-        ahead = {} if model is None else dict(_dropping(model))
+        known = {**self.swapped, **self.already}
+        reasons_now = self.fallbacks
+        model = self._model_now()
         ahead = {
-            name: why for name, why in ahead.items() if name in known.keys() - reasons_now.keys()
+            name: reason
+            for name, reason in (() if model is None else _dropping(model))
+            if name in known.keys() - reasons_now.keys()
         }
-        for why, what in ((reasons_now, "not run fused"), (ahead, "not run fused in training")):
-            if why:
-                yield f"{what}: {len(why)} of {len(known)}"
-            groups = {name: (known[name], _advised(reason)) for name, reason in why.items()}
+        for reason_by_name, title in (
+            (reasons_now, "not run fused"),
+            (ahead, "not run fused in training"),
+        ):
+            if reason_by_name:
+                yield f"{title}: {len(reason_by_name)} of {len(known)}"
+            groups = {name: (known[name], _advised(r)) for name, r in reason_by_name.items()}
             yield from (f"  {line}" for line in _grouped(groups, {**self.saved}))
 
     def _row(self, kind: str) -> str:
@@ -149,8 +164,8 @@ class FuseReport:
         swapped, left = (sum(name in part for name in names) for part in (self.swapped, self.left))
         pairs = [self.saved[name] for name in names if name in self.saved]
         before, after = (round(sum(pair[i] for pair in pairs)) for i in (0, 1))
-        kept = f"{before:,} -> {after:,}" if pairs else "-"
-        return f"{len(names):7d}  {swapped:7d}  {left:4d}  {kept}"
+        saved = f"{before:,} -> {after:,}" if pairs else "-"
+        return f"{len(names):7d}  {swapped:7d}  {left:4d}  {saved}"
 
 
 def _advised(reason: NotFused) -> str:
@@ -163,20 +178,33 @@ def _grouped(
 ) -> Iterator[str]:
     """Yield a line for every pair of a class or change and a reason, the most frequent first."""
     for group, count in Counter(groups.values()).most_common():
-        names = [name for name, one in groups.items() if one == group]
+        title, text = group
+        names = [name for name in groups if groups[name] == group]
         others = f" and {count - 1} more" if count > 1 else ""
         pairs = (costs.get(name) for name in names)
         more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
         cost = f": up to {more:,} bytes per token more" if more else ""
-        yield f"{count} x {group[0]}: {group[1]} ({names[0] or 'root'}{others}){cost}"
+        yield f"{count} x {title}: {text} ({names[0] or 'root'}{others}){cost}"
 
 
-def parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Part]]:
-    """Yield the name of every part, the swapped module, the name below it, and the part."""
+class PlacedPart(NamedTuple):
+    """A part of a swapped module, and its place in the model."""
+
+    # its name in the model
+    name: str
+    # the swapped module
+    module: nn.Module
+    # the name of the part below that module
+    inner: str
+    part: Part
+
+
+def parts_of(model: nn.Module) -> Iterator[PlacedPart]:
+    """Yield the parts of all swapped modules of a model."""
     for name, module in model.named_modules():
         original: Original | None = module.__dict__.get(MARK)
         for inner, part in original.parts.items() if original is not None else ():
-            yield join_names(name, inner), module, inner, part
+            yield PlacedPart(join_names(name, inner), module, inner, part)
 
 
 def reason_now(module: nn.Module, inner: str) -> NotFused | None:
@@ -188,7 +216,7 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
         return reasons.of_call(module, note)
     if not isinstance(module, Sequential):
         return None
-    # which blocks there are it finds anew in every call
+    # a Sequential finds its blocks anew in every call
     if inner in blocks_of(module, module.save):
         return None
     return dict(reasons.linears_apart(module)).get(inner, NotFused("apart now", inner))
@@ -196,7 +224,7 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
 
 def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
     """Yield the modules that a dropout's rate will keep from running fused in training, and why."""
-    for name, module, _, _ in parts(model):
+    for name, module, _, _ in parts_of(model):
         if getattr(module, "save", "") == "inputs":
             # recomputed with its masks
             continue
@@ -205,7 +233,7 @@ def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
 
 
 def forget_notes(model: nn.Module) -> None:
-    """Begin anew."""
+    """Forget the notes of earlier calls."""
     for module in model.modules():
         fallbacks.take_fallback(module)
 

@@ -40,10 +40,10 @@ class FusedCalls:
     """Sees the calls of fused modules in a forward."""
 
     def __init__(self, model: nn.Module):
-        self._parts = list(fuse_report.parts(model))
+        self._parts = list(fuse_report.parts_of(model))
         self._inner: dict[nn.Module, list[str]] = {}
-        for _, module, inner, _ in self._parts:
-            self._inner.setdefault(module, []).append(inner)
+        for part in self._parts:
+            self._inner.setdefault(part.module, []).append(part.inner)
         self._names = {module: name for name, module in model.named_modules()}
         self._calls: Counter[nn.Module] = Counter()
         self._tokens: dict[nn.Module, int] = {}
@@ -69,14 +69,21 @@ class FusedCalls:
         for name, module, inner, part in self._parts:
             reason = self._reasons.get((module, inner))
             tokens = self._tokens.get(module)
-            extra = 0 if reason is None else None
+            extra_bytes = 0 if reason is None else None
             if reason is not None and tokens is not None and part.saved is not None:
-                more = round(tokens * (part.saved[0] - part.saved[1]))
-                # it does not keep storages that a checkpoint around it drops
-                extra = min(more, _kept(self._names[module], storages))
-            words = None if reason is None else str(reason)
-            calls = self._calls[module]
-            modules.append(FusedModule(name, part.change, calls, words, extra_bytes=extra))
+                before, after = part.saved
+                # a checkpoint around it may drop storages
+                saved_by_it = _saved_by(self._names[module], storages)
+                extra_bytes = min(round(tokens * (before - after)), saved_by_it)
+            modules.append(
+                FusedModule(
+                    name,
+                    part.change,
+                    self._calls[module],
+                    reason=None if reason is None else str(reason),
+                    extra_bytes=extra_bytes,
+                )
+            )
         return tuple(modules)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -87,16 +94,17 @@ class FusedCalls:
             self._tokens[module] = self._tokens.get(module, 0) + _tokens(output)
 
     def _note(self, module: nn.Module) -> bool:
+        """Note why parts of a module did not run fused; return whether any did not."""
         reasons = {inner: fuse_report.reason_now(module, inner) for inner in self._inner[module]}
         fallbacks.take_fallback(module)
         reasons_by_part = {
-            (module, inner): why for inner, why in reasons.items() if why is not None
+            (module, inner): reason for inner, reason in reasons.items() if reason is not None
         }
         self._reasons.update(reasons_by_part)
         return bool(reasons_by_part)
 
 
-def _kept(name: str, storages: list[SavedStorage]) -> int:
+def _saved_by(name: str, storages: list[SavedStorage]) -> int:
     """Return the bytes that a module and those in it saved."""
     inside = [s for s in storages if not name or f"{s.owner}.".startswith(f"{name}.")]
     return sum(storage.nbytes for storage in inside)

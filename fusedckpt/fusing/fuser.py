@@ -20,7 +20,7 @@ from fusedckpt.fusing.match_heads import find_heads
 from fusedckpt.fusing.match_mixers import find_mixers
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.matcher import Matcher
-from fusedckpt.fusing.recipe_models import find_root
+from fusedckpt.fusing.recipe_models import find_recipe_model
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.fusing.swap import MARK, Original
@@ -111,15 +111,22 @@ def fuse(
     validate.check_block_options("fuse", False, chunks)
     if head not in (False, True, "always"):
         raise ValueError(f'fuse: head must be True, False or "always", got {head!r}')
-    flags = {"norm": norm, "mlp": mlp, "linear": linear, "attention": attention}
-    flags["experts"] = experts
     search = Search(
-        *(dict(model.named_modules()), save, patterns("only", only), patterns("skip", skip)),
-        kinds={**flags, "head": bool(head)},
+        modules=dict(model.named_modules()),
+        save=save,
+        only=patterns("only", only),
+        skip=patterns("skip", skip),
+        kinds={
+            "norm": norm,
+            "mlp": mlp,
+            "linear": linear,
+            "attention": attention,
+            "experts": experts,
+            "head": bool(head),
+        },
     )
     # all are found before anything is touched
-    matcher = Matcher(save, chunks, verify)
-    BlockFinder(search, matcher).find()
+    BlockFinder(search, Matcher(save, chunks, verify)).find()
     find_mixers(model, search, batch)
     if head:
         find_heads(model, search, always=head == "always")
@@ -128,7 +135,7 @@ def fuse(
     if linear:
         find_shared(search)
     if arguments.flag("fuse", "recipes", recipes):
-        find_root(model, search)
+        find_recipe_model(model, search)
     for module, swap in search.swaps:
         swap.apply(module)
     return search.report
@@ -150,17 +157,16 @@ def unfuse(model: nn.Module) -> nn.Module:
     if not swapped:
         warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
     for name, module in swapped:
-        kind = type(module)
-        was = kind
-        original = module.__dict__[MARK].kind
-        while was is not original and (made := made_of(was)) is not None:
-            if getattr(made[0], "_fusedckpt_is_role", False):
-                # a plan is applied
-                break
-            was = made[1]
-        if was not in (original, LayerNorm, RMSNorm, Sequential):
+        original_class = module.__dict__[MARK].kind
+        if _class_before_fuse(type(module), original_class) not in (
+            original_class,
+            LayerNorm,
+            RMSNorm,
+            Sequential,
+        ):
             where = name or "the model"
-            raise ValueError(f"unfuse: {where} became a {kind.__name__}: undo that first")
+            became = type(module).__name__
+            raise ValueError(f"unfuse: {where} became a {became}: undo that first")
     for _, module in swapped:
         original: Original = module.__dict__.pop(MARK)
         fallbacks.take_fallback(module)
@@ -168,6 +174,17 @@ def unfuse(model: nn.Module) -> nn.Module:
             del module.__dict__[attribute]
         module.__class__ = original.kind
     return model
+
+
+def _class_before_fuse(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of which `fuse` made a class; that of a plan's role is left as it is."""
+    while kind is not original and (made := made_of(kind)) is not None:
+        ours, base = made
+        if getattr(ours, "_fusedckpt_is_role", False):
+            # a plan is applied
+            break
+        kind = base
+    return kind
 
 
 def _check_module(name: str, model: Any) -> None:

@@ -15,46 +15,50 @@ from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.layers.linear import Linear
 
-# in code and as attributes: torch's functions, and transformers' tables of activations
-_ACTIVATIONS = frozenset(
+# names in code and of attributes: torch's functions, and transformers' tables of activations
+_ACTIVATION_NAMES = frozenset(
     ("celu", "elu", "gelu", "glu", "hardswish", "leaky_relu", "mish", "prelu", "quick_gelu")
     + ("relu", "relu6", "selu", "silu", "softplus", "swish", "swiglu", "hardsigmoid", "hardtanh")
     + ("logsigmoid", "sigmoid", "softsign", "xielu", "ACT2FN", "get_activation")
 )
 # of torch's activations, no functions of single elements
 NOT_POINTWISE = (
-    *(nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.LogSoftmax, nn.Softmin),
+    nn.MultiheadAttention,
+    nn.Softmax,
+    nn.Softmax2d,
+    nn.LogSoftmax,
+    nn.Softmin,
     nn.AdaptiveLogSoftmaxWithLoss,
 )
 # functions that a norm's code calls
-_NORMALISES = frozenset(("rsqrt", "layer_norm", "rms_norm"))
-_NORMS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-    *(nn.GroupNorm, nn.LayerNorm, nn.RMSNorm),
-)
-_CONVOLUTIONS = (
-    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
-    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
-)
+_NORM_FUNCTIONS = frozenset(("rsqrt", "layer_norm", "rms_norm"))
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS = _BATCH_NORMS + _INSTANCE_NORMS + (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+_TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d) + _TRANSPOSED_CONVOLUTIONS
 
 
 def looks_like(module: nn.Module) -> str | None:
     """Return the kind that a module looks like, "norm", "mlp" or "linear"; None for others."""
     if _is_norm(module):
         return "norm"
-    linears = sum(is_linear(child) or is_products(child) for _, child in child_layers(module))
+    layers = [child for _, child in child_layers(module)]
+    num_layers = sum(is_linear(layer) or multiplies_by_experts(layer) for layer in layers)
     # a lazy parameter has no dimensions, and a scale of channels one size alone
     parameters = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    count = linears + sum(sum(n > 1 for n in p.shape) >= 2 for p in parameters)
-    if not count or is_linear(module) or type(module).forward is nn.Module.forward:
+    num_matrices = num_layers + sum(sum(n > 1 for n in p.shape) >= 2 for p in parameters)
+    if not num_matrices or is_linear(module) or type(module).forward is nn.Module.forward:
         return None
     # in a convolutional net, activations follow convolutions, and a lone linear is the head
-    is_head = linears < 2 and any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
-    # a lone tanh caps logits
-    if is_head or not _activates(module, _ACTIVATIONS | ({"tanh"} if count > 1 else frozenset())):
+    has_convolution = any(isinstance(inner, _CONVOLUTIONS) for inner in module.modules())
+    if num_layers < 2 and has_convolution:
         return None
-    return "linear" if count == 1 else "mlp"
+    # a lone tanh caps logits
+    names = _ACTIVATION_NAMES | ({"tanh"} if num_matrices > 1 else frozenset())
+    if not _activates(module, names):
+        return None
+    return "linear" if num_matrices == 1 else "mlp"
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -67,20 +71,20 @@ def _is_norm(module: nn.Module) -> bool:
     if "norm" in name and (len(parameters) > 0 or "layernorm" in name or "rmsnorm" in name):
         return True
     are_vectors = not any(is_lazy(p) or p.dim() > 1 for p in parameters)
-    return are_vectors and not _NORMALISES.isdisjoint(names_in_forward(type(module)))
+    return are_vectors and not _NORM_FUNCTIONS.isdisjoint(names_in_forward(type(module)))
 
 
-def _activates(module: nn.Module, known: Set[str]) -> bool:
+def _activates(module: nn.Module, activation_names: Set[str]) -> bool:
     """Whether a child, an attribute or the code of a module's forward is an activation."""
-    if any(acts(child) for _, child in child_layers(module)):
+    if any(is_any_activation(child) for _, child in child_layers(module)):
         return True
     values = (getattr(value, "func", value) for value in vars(module).values())
     names = {getattr(value, "__name__", "") for value in values if callable(value)}
     names |= {name.rstrip("_") for name in names_in_forward(type(module))}
-    return not known.isdisjoint(names)
+    return not activation_names.isdisjoint(names)
 
 
-def acts(child: nn.Module) -> bool:
+def is_any_activation(child: nn.Module) -> bool:
     """Whether a child is an activation, also one that is not fused."""
     if any(is_lazy(p) or p.dim() > 1 for p in child.parameters()) or isinstance(
         child, NOT_POINTWISE
@@ -90,10 +94,10 @@ def acts(child: nn.Module) -> bool:
     return is_torch or isinstance(child, ScriptModule) or is_activation(child)
 
 
-def acts_beside(module: nn.Module) -> bool:
+def acts_itself(module: nn.Module) -> bool:
     """Whether the functions of single elements in a forward are its own, not those of an MLP."""
-    inside = (child for _, child in child_layers(module) if not is_linear(child))
-    return all(not is_lazy(p) and p.dim() < 2 for child in inside for p in child.parameters())
+    layers = (child for _, child in child_layers(module) if not is_linear(child))
+    return all(not is_lazy(p) and p.dim() < 2 for layer in layers for p in layer.parameters())
 
 
 def child_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -108,28 +112,29 @@ def child_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_experts(module: nn.Module) -> bool:
     """Whether a module of no library of torch's has a matrix for each of several experts."""
     weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    is_own = not type(module).__module__.startswith("torch.")
-    return is_own and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
+    is_torch = type(module).__module__.startswith("torch.")
+    return not is_torch and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
 
 
-def is_products(module: nn.Module) -> bool:
+def multiplies_by_experts(module: nn.Module) -> bool:
     """Whether it multiplies by experts' matrices, and has no activation, which is its parent's."""
-    return has_experts(module) and not _activates(module, _ACTIVATIONS)
+    return has_experts(module) and not _activates(module, _ACTIVATION_NAMES)
 
 
 def is_linear(child: nn.Module) -> bool:
     """Whether a layer is a linear, also one with adapters or with its weight as [in, out]."""
     if isinstance(child, nn.Linear):
         return getattr(child, "activation", "identity") == "identity" or type(child) is not Linear
-    is_lazy_one = any(p is not None and is_lazy(p) for p in child._parameters.values())
-    if isinstance(child, ScriptModule) or is_lazy_one:
+    has_lazy = any(p is not None and is_lazy(p) for p in child._parameters.values())
+    if isinstance(child, ScriptModule) or has_lazy:
         return False
     return is_transposed(child) or is_adapter(child)
 
 
 def is_transposed(child: nn.Module) -> bool:
     """Whether a layer is a linear with its weight as [in, out], as transformers' Conv1D is."""
-    weight, bias = child._parameters.get("weight"), child._parameters.get("bias")
+    weight = child._parameters.get("weight")
+    bias = child._parameters.get("bias")
     return (
         not isinstance(child, nn.Linear)
         and len(child._parameters) == 2

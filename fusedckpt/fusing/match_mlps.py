@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.guards import Guard, child_at
-from fusedckpt.fusing.lookalikes import acts_beside, is_transposed, looks_like
+from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock, MLPMatch, Rate
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
@@ -174,7 +174,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     block = block_of(first)
     if isinstance(block, NotFused):
         is_lookalike = looks_like(module) is not None
-        is_lookalike = is_lookalike or (is_nonlinear(first) and acts_beside(module))
+        is_lookalike = is_lookalike or (is_nonlinear(first) and acts_itself(module))
         return block if is_lookalike else None
     width = first.shapes[0][-1:]
     recordings = [first]

@@ -22,39 +22,46 @@ from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.lookalikes import (
     NOT_POINTWISE,
-    acts,
     child_layers,
     has_experts,
     is_adapter,
+    is_any_activation,
     is_linear,
-    is_products,
     is_transposed,
+    multiplies_by_experts,
 )
 from fusedckpt.layers import sharded
 from fusedckpt.layers.fallbacks import NotFused
 
 _DROPOUTS = (
-    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
-    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
 )
 
 
-def of_call(module: nn.Module, reason: tuple[str, Any]) -> NotFused:
-    """Return why a call of a swapped module ran the original forward, as the module is now."""
-    noted = NotFused(*reason)
-    if noted.key not in ("weight", "child", "hook"):
-        return noted
+def of_call(module: nn.Module, note: tuple[str, Any]) -> NotFused:
+    """Return why a call of a swapped module ran the original forward, as the module is now.
+
+    note: the key and the subject that the call left.
+    """
+    reason = NotFused(*note)
+    if reason.key not in ("weight", "child", "hook"):
+        return reason
     part: Any = module
-    for name in noted.about.split("."):
+    for name in reason.about.split("."):
         part = getattr(part, name, None)
     if part is None:
-        return noted
-    look = of_weight if noted.key == "weight" else of_linear
-    return look(noted.about, part) or noted
+        return reason
+    look = of_weight if reason.key == "weight" else of_linear
+    return look(reason.about, part) or reason
 
 
 def of_linear(name: str, child: Any) -> NotFused | None:
-    """Say why a fused forward does not compute a linear or adapter, by its class and weights."""
+    """Return why a fused forward does not compute a linear or adapter, by its class and weights."""
     if adapters.is_lora(child):
         problem = adapters.in_the_way(child)
         below = of_linear(f"{name}.base_layer", adapters.base_of(child))
@@ -67,19 +74,22 @@ def of_linear(name: str, child: Any) -> NotFused | None:
     if "parametrizations" in child._modules:
         return NotFused("parametrized", name)
     weights = {n: weight for n, weight in child._parameters.items() if weight is not None}
-    obstacles = filter(None, (of_weight(f"{name}.{n}", weight) for n, weight in weights.items()))
+    obstacles = (of_weight(f"{name}.{n}", weight) for n, weight in weights.items())
+    if (obstacle := next(filter(None, obstacles), None)) is not None:
+        return obstacle
     has_forward = isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward
-    is_other = has_forward and not adapters.is_dequantising(child)
-    return next(obstacles, NotFused("linear", (name, kind.__name__)) if is_other else None)
+    if has_forward and not adapters.is_dequantising(child):
+        return NotFused("linear", (name, kind.__name__))
+    return None
 
 
 def of_hooks(name: str, child: nn.Module) -> NotFused | None:
-    """Say that a child has to be called, None if it has not."""
+    """Return the reason that a child has to be called, None if it has not."""
     return NotFused("hook", name) if has_hooks(child) else None
 
 
 def of_weight(name: str, weight: Any) -> NotFused | None:
-    """Say why a fused forward cannot take a parameter, None if it can."""
+    """Return why a fused forward cannot take a parameter, None if it can."""
     if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
         return None
     if quantised(weight) is not None:
@@ -92,7 +102,7 @@ def of_weight(name: str, weight: Any) -> NotFused | None:
 
 
 def of_parameters(module: nn.Module) -> NotFused | None:
-    """Say why no kernel takes a module's own parameters, None if one does."""
+    """Return why no kernel takes a module's own parameters, None if one does."""
     parameters = dict(module.named_parameters(recurse=False))
     if sharded.are_replicated(parameters.values()):
         return None
@@ -108,7 +118,7 @@ def of_parameters(module: nn.Module) -> NotFused | None:
 
 
 def of_storage(module: nn.Module) -> NotFused | None:
-    """Say why a module's parameters, and its children's, are not to be looked at.
+    """Return why a module's parameters, and its children's, are not to be looked at.
 
     Those of FSDP are views of memory that is freed between two forwards: to read them can end the
     process.
@@ -133,7 +143,7 @@ def _is_freed(x: Tensor) -> bool:
 
 
 def of_parts(module: nn.Module) -> NotFused | None:
-    """Say why a module's parameters or linears are not to be taken, None if they are."""
+    """Return why a module's parameters or linears are not to be taken, None if they are."""
     if (obstacle := of_storage(module) or of_parameters(module)) is not None:
         return obstacle
     linears = {name: child for name, child in child_layers(module) if is_linear(child)}
@@ -145,13 +155,17 @@ def of_parts(module: nn.Module) -> NotFused | None:
     return NotFused("dtypes", ", ".join(dtypes)) if len(dtypes) > 1 else None
 
 
-def of_module(module: nn.Module, kind: str, reason: NotFused | None) -> NotFused:
-    """Say why a module that looks like some kind was left; `reason` is the matcher's."""
-    if (obstacle := of_parts(module) or reason) is not None:
-        return obstacle
+def of_module(module: nn.Module, kind: str, obstacle: NotFused | None) -> NotFused:
+    """Return why a module that looks like some kind was left.
+
+    obstacle: the matcher's reason, if it has one.
+    """
+    if (reason := of_parts(module) or obstacle) is not None:
+        return reason
     if kind == "norm":
         return NotFused("other norm")
-    is_mixture = has_experts(module) or any(is_products(child) for _, child in child_layers(module))
+    layers = (child for _, child in child_layers(module))
+    is_mixture = has_experts(module) or any(map(multiplies_by_experts, layers))
     return NotFused("experts" if is_mixture else "beside")
 
 
@@ -160,6 +174,6 @@ def linears_apart(parent: nn.Sequential) -> Iterator[tuple[str, NotFused]]:
     skipped = (nn.Identity, *_DROPOUTS)
     layers = [pair for pair in parent.named_children() if not isinstance(pair[1], skipped)]
     for (name, linear), (_, act) in pairwise(layers):
-        if is_linear(linear) and (acts(act) or isinstance(act, NOT_POINTWISE)):
+        if is_linear(linear) and (is_any_activation(act) or isinstance(act, NOT_POINTWISE)):
             obstacle = of_linear(name, linear) or of_hooks(name, linear) or of_hooks(str(act), act)
             yield name, obstacle or NotFused("apart", str(act))

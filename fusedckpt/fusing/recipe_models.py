@@ -70,18 +70,22 @@ class WithRecipes(nn.Module):
         cls.forward = forward
 
 
-def find_root(model: nn.Module, search: Search) -> None:
+def find_recipe_model(model: nn.Module, search: Search) -> None:
     """Let the forward of a model, which may be a block itself, save recipes."""
     if isinstance(model, WithRecipes):
         return
-    off = {RECIPES: None}
+    without_obstacle = {RECIPES: None}
     for place, (module, swap) in enumerate(search.swaps):
         if module is model:
-            new_class = subclass(WithRecipes, swap.new_class)
-            attributes = {**swap.attributes, **off}
-            search.swaps[place] = module, replace(swap, new_class=new_class, attributes=attributes)
+            swap = replace(
+                swap,
+                new_class=subclass(WithRecipes, swap.new_class),
+                attributes={**swap.attributes, **without_obstacle},
+            )
+            search.swaps[place] = module, swap
             return
-    search.swaps.append((model, Swap("recipes", "", subclass(WithRecipes, type(model)), off)))
+    new_class = subclass(WithRecipes, type(model))
+    search.swaps.append((model, Swap("recipes", "", new_class, without_obstacle)))
 
 
 def _obstacle(args: Sequence[Any]) -> str | None:

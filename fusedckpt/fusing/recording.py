@@ -238,8 +238,11 @@ class _FunctionWatch(TorchFunctionMode):
 class _OpCall(NamedTuple):
     """A call of an op."""
 
+    # the op
     func: Any
+    # its arguments by position
     args: Any
+    # its arguments by name
     kwargs: Any
     # the tensors among the arguments
     tensors: list[Tensor]

@@ -1,4 +1,4 @@
-"""One call of fuse: which modules it means, by name and kind, and the swaps that it has found."""
+"""One call of `fuse`: the modules that it asks for, and the swaps that it has found."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ Names = str | Sequence[str] | None
 
 @dataclass
 class Search:
-    """The modules that a call of fuse is to swap, and those found."""
+    """The modules that a call of `fuse` asks for, and the swaps found so far."""
 
     # all modules of the model, by name
     modules: Mapping[str, nn.Module]
     # the level of blocks with an activation
     save: str
-    # patterns of the names that are meant, None for all
+    # patterns of the names that are asked for, None for all
     only: Sequence[str] | None
-    # patterns of the names that are not
+    # patterns of the names that are left, None for none
     skip: Sequence[str] | None
     # whether modules of each kind are swapped
     kinds: Mapping[str, bool]
     # the result of the call
     report: FuseReport = field(default_factory=FuseReport)
-    # the changes to make
+    # the changes to make, in the order in which they were found
     swaps: list[tuple[nn.Module, Swap]] = field(default_factory=list)
-    # modules that swapped ones compute
+    # modules that a swapped module computes itself
     inside: set[nn.Module] = field(default_factory=set)
 
     def has(self, name: str, kind: str) -> bool:
-        """Whether a module of this name and kind is meant."""
-        is_meant = self.only is None or _matches(name, self.only)
-        return is_meant and self.kinds[kind] and not _matches(name, self.skip)
+        """Whether a module of this name and kind is asked for."""
+        is_named = self.only is None or _matches(name, self.only)
+        return is_named and self.kinds[kind] and not _matches(name, self.skip)
 
     def may_share(self, name: str) -> bool:
         """Whether a layer of this name may save a recipe of its input."""

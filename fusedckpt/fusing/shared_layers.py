@@ -45,7 +45,7 @@ def shared_view_of(x: Any, *makers: str) -> View | None:
 
 
 def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
-    """Return run(), which saves its argument x, or the recipe of x, if there is one."""
+    """Return run(), which saves its argument x; the recipe of x is saved instead, if it has one."""
     tracker = None if torch.compiler.is_compiling() else active()
     view = shared_view_of(x) if tracker is None else tracker.view_of(x) or shared_view_of(x)
     if view is not None:
@@ -77,10 +77,10 @@ class Shared(nn.Module):
         if len(args) == 1 and not kwargs:
             view = shared_view_of(args[0], *self._fusedckpt_reads)
             if view is not None and not dispatch.is_recorded(args[0]):
-                return self._shared(args[0], view, forward)
+                return self._with_recipe(args[0], view, forward)
         return forward(*args, **kwargs)
 
-    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+    def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         raise NotImplementedError
 
     __prepare_scriptable__ = refuse_script
@@ -91,11 +91,11 @@ class SharedProduct(Shared):
 
     _fusedckpt_reads = (ACTIVATION,)
 
-    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
-        to = autocast_dtype(x.device)
+    def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+        dtype = autocast_dtype(x.device)
         # as autocast does, on a tensor that is known
-        read = x if to is None or x.dtype == torch.float64 else x.to(to)
-        return _saving(recipes.cast(view, x, read), read, partial(forward, read))
+        cast = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+        return _saving(recipes.cast(view, x, cast), cast, partial(forward, cast))
 
 
 class SharedReader(SharedProduct):
@@ -106,7 +106,7 @@ class SharedReader(SharedProduct):
 
     _fusedckpt_reads = ()
 
-    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+    def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         return _with_functions(self, x, view, forward)[0]
 
 
@@ -115,8 +115,8 @@ class SharedLinear(SharedProduct):
 
     _fusedckpt_save: str
 
-    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
-        y = super()._shared(x, view, forward)
+    def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+        y = super()._with_recipe(x, view, forward)
         weight = self._parameters.get("weight")
         bias = self._parameters.get("bias")
         # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
@@ -166,7 +166,7 @@ class SharedActivation(Shared):
 
     _fusedckpt_reads = (LINEAR,)
 
-    def _shared(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
+    def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y, made = _with_functions(self, x, view, forward)
         # hooks may gather parameters for the call alone
         if made is not None and not dispatch.has_hooks(self):
@@ -179,7 +179,8 @@ def _with_functions(
 ) -> tuple[Any, Made | None]:
     """Return forward(x), with recipes saved by its functions, and the recipe of the result.
 
-    That lives as long as what the functions have saved; None where a tracker has it.
+    The recipe lives as long as the tensors that the functions have saved; it is None where a
+    tracker has it.
     """
     with uncounted() as count:
         if private.top_hooks() is not None:

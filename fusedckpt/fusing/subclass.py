@@ -27,7 +27,7 @@ class _Made(nn.Module):
         # a class made of this one, by parametrization or sharding, is not ours to find again
         if made_of(type(self)) is None:
             return reduced
-        return _new, (_described(type(self)),), *reduced[2:]
+        return _new, (_named_classes(type(self)),), *reduced[2:]
 
 
 @cache
@@ -56,19 +56,19 @@ def made_of(kind: type[nn.Module]) -> tuple[type[nn.Module], type[nn.Module]] | 
     return kind.__dict__.get(_MADE)
 
 
-def _described(kind: type[nn.Module]) -> Any:
-    """Return a class by those that pickle finds by their names: a made one may be made of one."""
+def _named_classes(kind: type[nn.Module]) -> Any:
+    """Return the classes, which pickle finds by their names, that a class was made of."""
     made = made_of(kind)
-    return kind if made is None else (made[0], _described(made[1]))
+    return kind if made is None else (made[0], _named_classes(made[1]))
 
 
-def _found(described: Any) -> type[nn.Module]:
-    if isinstance(described, type):
-        return described
-    ours, original = described
-    return subclass(ours, _found(original))
+def _class_of(named: Any) -> type[nn.Module]:
+    if isinstance(named, type):
+        return named
+    ours, original = named
+    return subclass(ours, _class_of(original))
 
 
-def _new(described: Any) -> nn.Module:
-    kind = _found(described)
+def _new(named: Any) -> nn.Module:
+    kind = _class_of(named)
     return kind.__new__(kind)
