@@ -1,5 +1,48 @@
-"""`fuse`: finds blocks in a model by recording their forwards, and swaps them for fused layers.
+"""`fuse` changes the classes of modules in place, to classes that save less for backward.
 
-A module goes fuser -> matcher -> match_* -> recording -> recorded_block -> verification; its
-forward is then one of fused_*.py.
+It decides once, while `fuse` runs; the forward of a swapped module runs in each call. Files named
+match_* belong to the first time, files named fused_* to the second.
+
+While `fuse` runs (fuser.py):
+
+    model
+      | search.py              the modules that the call asks for
+      | find_blocks.py         walks over norms, MLPs, linears, Sequentials and experts
+      | match_mixers.py        finds attention and mixers (mixers_in_code.py, mixers_in_run.py)
+      | match_heads.py         finds output embeddings of causal models
+      | match_shared.py        finds layers that may save a recipe of their input
+      v
+    one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, match_experts.py
+      | recording.py           runs a copy on meta tensors: its ops (op_recorder.py), and the
+      |                        state that it reads (spies.py)
+      | recorded_block.py      recognises products and the activation between them; norms are
+      |                        recognised by their numbers
+      v
+    match                      the function of ours that it computes, its parameters, and guards
+      |                        (guards.py): the state for which that holds
+      | verification.py        compares outputs and gradients of replicas (replica.py) by the error
+      |                        rule (accuracy.py), and counts saved bytes
+      v
+    Swap (swap.py)             the module's new class (subclass.py) and attributes
+    or NotFused (reasons.py)   for modules that look like a block (lookalikes.py)
+      v
+    FuseReport (fuse_report.py)
+
+In each call of a swapped module (swapped.py):
+
+    fused_norms.py, fused_gated_norms.py, fused_mlps.py, fused_experts.py, tail.py
+        compare the guards, read the weights as they are now (mlp_weights.py, adapters.py), and call
+        a function of `functional`; or return a NotFused, which is noted, and the original runs
+    recomputed_modules.py
+        runs the original in a checkpoint (recomputed_call.py), whose second run finds the state of
+        the first (call_state.py, state_holders.py, written_tensors.py)
+    fused_heads.py
+        computes a causal model's loss from the input of its output embedding
+    shared_layers.py
+        runs the original, which saves a recipe of its input
+    recipe_models.py
+        lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
+        dropouts.py, chain_kernels.py)
+
+fused_calls.py tells reports which modules ran fused in a step.
 """

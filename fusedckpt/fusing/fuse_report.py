@@ -61,7 +61,7 @@ class FuseReport:
         """
         model = self._model_now()
         known = {**self.swapped, **self.already}
-        placed = [] if model is None else [part for part in parts_of(model) if part.name in known]
+        placed = [] if model is None else [part for part in placed_parts(model) if part.name in known]
         now = {part.name: reason_now(part.module, part.inner) for part in placed}
         return {name: reason for name, reason in now.items() if reason is not None}
 
@@ -199,7 +199,7 @@ class PlacedPart(NamedTuple):
     part: Part
 
 
-def parts_of(model: nn.Module) -> Iterator[PlacedPart]:
+def placed_parts(model: nn.Module) -> Iterator[PlacedPart]:
     """Yield the parts of all swapped modules of a model."""
     for name, module in model.named_modules():
         original: Original | None = module.__dict__.get(MARK)
@@ -224,7 +224,7 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
 
 def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
     """Yield the modules that a dropout's rate will keep from running fused in training, and why."""
-    for name, module, _, _ in parts_of(model):
+    for name, module, _, _ in placed_parts(model):
         if getattr(module, "save", "") == "inputs":
             # recomputed with its masks
             continue

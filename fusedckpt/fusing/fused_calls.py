@@ -40,7 +40,7 @@ class FusedCalls:
     """Sees the calls of fused modules in a forward."""
 
     def __init__(self, model: nn.Module):
-        self._parts = list(fuse_report.parts_of(model))
+        self._parts = list(fuse_report.placed_parts(model))
         self._inner: dict[nn.Module, list[str]] = {}
         for part in self._parts:
             self._inner.setdefault(part.module, []).append(part.inner)

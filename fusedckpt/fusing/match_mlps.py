@@ -20,9 +20,10 @@ from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.guards import Guard, child_at
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock, MLPMatch, Rate
+from fusedckpt.fusing.op_recorder import Node
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
-from fusedckpt.fusing.recording import Node, Recording, record
+from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass

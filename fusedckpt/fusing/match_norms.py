@@ -21,7 +21,8 @@ from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
 from fusedckpt.fusing.lookalikes import looks_like
-from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, record
+from fusedckpt.fusing.op_recorder import BUFFER_OP, FOREIGN_OP
+from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass

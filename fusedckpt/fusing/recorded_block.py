@@ -16,7 +16,8 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
 from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock
-from fusedckpt.fusing.recording import Node, Recording, nodes_behind, record
+from fusedckpt.fusing.op_recorder import Node, nodes_behind
+from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import takes_one, undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
