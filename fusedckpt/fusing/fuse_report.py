@@ -61,7 +61,9 @@ class FuseReport:
         """
         model = self._model_now()
         known = {**self.swapped, **self.already}
-        placed = [] if model is None else [part for part in placed_parts(model) if part.name in known]
+        placed = (
+            [] if model is None else [part for part in placed_parts(model) if part.name in known]
+        )
         now = {part.name: reason_now(part.module, part.inner) for part in placed}
         return {name: reason for name, reason in now.items() if reason is not None}
 

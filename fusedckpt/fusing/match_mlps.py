@@ -23,7 +23,7 @@ from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock, MLPMatch, Rate
 from fusedckpt.fusing.op_recorder import Node
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
-from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.recording import Recording, other_inputs, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
@@ -53,8 +53,12 @@ _MOST_LAYERS = 16
 
 def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | NotFused | None:
     """Return how an MLP is swapped, the reason why it cannot be, or None for another module."""
-    if type(module).forward in (nn.Linear.forward, nn.Module.forward) or not _may_be_mlp(module):
+    if type(module).forward in (nn.Linear.forward, nn.Module.forward):
         return None
+    if not _has_mlp_parameters(module):
+        return None
+    if not takes_one(module):
+        return other_inputs(module) if looks_like(module) is not None else None
     match = _match(module)
     if not isinstance(match, MLPMatch):
         return match
@@ -65,7 +69,9 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
 
 def recomputed_swap(module: nn.Module) -> Swap | None:
     """Return the swap of a module of one input that can be run again, as it reads simple state."""
-    if not _may_be_mlp(module) or looks_like(module) != "mlp" or reasons.of_parts(module):
+    if not (_has_mlp_parameters(module) and takes_one(module)) or looks_like(module) != "mlp":
+        return None
+    if reasons.of_parts(module):
         return None
     first = _first_recording(module)
     if first.y is None:
@@ -145,8 +151,8 @@ def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> 
     )
 
 
-def _may_be_mlp(module: nn.Module) -> bool:
-    """Whether a module has a block's number of parameters, few layers, and one input."""
+def _has_mlp_parameters(module: nn.Module) -> bool:
+    """Whether a module has a block's number of parameters, and few layers."""
     layers = [*module.modules()]
     if len(layers) > _MOST_LAYERS:
         return False
@@ -157,13 +163,15 @@ def _may_be_mlp(module: nn.Module) -> bool:
     num_vectors = sum(p.dim() == 1 for p in parameters)
     if num_matrices + num_vectors != len(parameters):
         return False
-    return 1 <= num_matrices <= 4 and num_vectors <= 4 and takes_one(module)
+    return 1 <= num_matrices <= 4 and num_vectors <= 4
 
 
 def _is_whole_block(child: nn.Module, parent: nn.Module) -> bool:
     """Whether a child has all parameters and is itself a block, to be swapped instead."""
     has_all = {*parent.parameters()} == {*child.parameters()}
-    return has_all and _may_be_mlp(child) and isinstance(_match(child), MLPMatch)
+    if not has_all or not _has_mlp_parameters(child) or not takes_one(child):
+        return False
+    return isinstance(_match(child), MLPMatch)
 
 
 def _match(module: nn.Module) -> MLPMatch | NotFused | None:

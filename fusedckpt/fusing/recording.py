@@ -92,7 +92,9 @@ def record(
             ):
                 y = type(module).forward(clone, *xs)
     except Exception as error:  # arbitrary user code, on meta tensors
-        return Recording(None, log, log.stop or _why_raised(module, error))
+        return Recording(
+            None, log, log.stop or other_inputs(module) or NotFused("raised", type(error).__name__)
+        )
     for name, before, after in log.containers:
         if before != after:
             log.stopped("writes", name)
@@ -109,14 +111,14 @@ def record(
     )
 
 
-def _why_raised(module: nn.Module, error: Exception) -> NotFused:
-    """Return why a forward raised on one tensor: it takes more, or another reason."""
+def other_inputs(module: nn.Module) -> NotFused | None:
+    """Return the inputs that a forward takes besides one tensor, as a reason; None for none."""
     _, first, *others = inspect.signature(type(module).forward).parameters.values()
     kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
     names = [parameter.name for parameter in others if parameter.kind in kinds]
-    if names:
-        return NotFused("inputs", " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))))
-    return NotFused("raised", type(error).__name__)
+    if not names:
+        return None
+    return NotFused("inputs", " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ NOTE = "_fusedckpt_fallback"
 _AGAIN = "call fuse again"
 _CHECKPOINT = "fusedckpt.checkpoint recomputes it"
 _FORWARD = "the forward of its class"
+_RECIPES = "fuse(model, recipes=True) makes its result again in backward"
 _UNHOOK = "remove the hook, or add it to a module around"
 # by key: one clause, and the one thing to do about it
 WORDS = {
@@ -67,10 +68,10 @@ WORDS = {
     "result": ("its result is {}", _CHECKPOINT),
     "ops": ("its forward computes {}, not as an MLP that is fused", _CHECKPOINT),
     "varies": ("{} computes something else {}", _CHECKPOINT),
-    "rule": ("its forward is no LayerNorm or RMSNorm that is fused, in {}", _CHECKPOINT),
+    "rule": ("its forward is no LayerNorm or RMSNorm that is fused, in {}", _RECIPES),
     "other norm": (
         "it is no LayerNorm or RMSNorm over its input's last dimension",
-        _CHECKPOINT,
+        _RECIPES,
     ),
     "beside": (
         "its linears and activation are no block, or are called beside other layers",

@@ -61,6 +61,35 @@ class Raw(nn.Module):
         return F.gelu(x @ self.w1).cumsum(-1) @ self.w2
 
 
+class ReadsTensor(nn.Module):
+    """A norm with a bias that is a tensor, and no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.shift, self.eps = (
+            nn.Parameter(torch.ones(D)),
+            nn.Buffer(torch.ones(D)),
+            1e-6,
+        )
+
+    def forward(self, x):
+        return (
+            self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) + self.shift
+        )
+
+
+class RoutedOnce(nn.Module):
+    """Experts with transformers' parameters, and a forward of two arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(2, 2 * H, D))
+        self.down_proj, self.act_fn = nn.Parameter(torch.randn(2, D, H)), nn.SiLU()
+
+    def forward(self, x, index):
+        return x
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -161,6 +190,15 @@ def with_lora(*names):
     return module
 
 
+def partitioned():
+    """A module as DeepSpeed's ZeRO-3 leaves it: parameters are empty between forwards."""
+    module = Plain()
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0)
+        parameter.ds_id = 1  # pyright: ignore[reportAttributeAccessIssue]  # DeepSpeed's
+    return module
+
+
 def sparse():
     weight = torch.eye(D).to_sparse_csr()
     model = pair(nn.Linear(D, D, bias=False))
@@ -208,8 +246,8 @@ LEFT = {
         "ops",
     ),
     "learnt": (lambda: Plain(Learnt()), "", "ops"),
-    "weight of PReLU": (lambda: TwoInputs(nn.PReLU()), "", "beside"),
-    "attribute": (lambda: TwoInputs(torch.sigmoid), "", "beside"),
+    "weight of PReLU": (lambda: TwoInputs(nn.PReLU()), "", "inputs"),
+    "attribute": (lambda: TwoInputs(torch.sigmoid), "", "inputs"),
     "no activation": (
         lambda: Computing(lambda x, _, a, b: b(a(x)), *linears(2)),
         "",
@@ -221,6 +259,15 @@ LEFT = {
         "ops",
     ),
     "five linears": (lambda: Computing(many, *linears(5)), "", "beside"),
+    "a tensor of its own": (ReadsTensor, "", "foreign"),
+    "raises": (lambda: Computing(lambda x, *_: x.no_such_method(), *linears(2)), "", "raised"),
+    "two results": (
+        lambda: Computing(lambda x, act, a, b: (b(act(a(x))), x), *linears(2)),
+        "",
+        "returns",
+    ),
+    "experts with two arguments": (RoutedOnce, "", "signature"),
+    "DeepSpeed": (partitioned, "", "deepspeed"),
     "a scale": (
         lambda: Computing(many, *linears(2), scale=nn.Parameter(torch.ones(()))),
         "",
