@@ -177,7 +177,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 
 def _class_before_fuse(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of which `fuse` made a class; that of a plan's role is left as it is."""
+    """Return the class that `fuse` changed; the class of a plan's role is returned as it is."""
     while kind is not original and (made := made_of(kind)) is not None:
         ours, base = made
         if getattr(ours, "_fusedckpt_is_role", False):

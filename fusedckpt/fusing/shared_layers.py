@@ -124,25 +124,26 @@ class SharedLinear(SharedProduct):
             return y
         if self._fusedckpt_save == "inputs":
             layout = view.place, view.size, view.stride, view.offset
-            parent = weakref.ref(view.source), layout
-            origins.note(y, LINEAR, partial(_linear_of, parent, y.dtype), weight, bias)
+            recipe = partial(_recipe_of_linear, weakref.ref(view.source), layout, y.dtype)
+            origins.note(y, LINEAR, recipe, weight, bias)
         else:
-            origins.note(y, LINEAR, _itself)
+            origins.note(y, LINEAR, _recipe_of_saved)
         return y
 
 
-def _itself(y: Tensor, _: Sequence[Any]) -> Leaf:
+def _recipe_of_saved(y: Tensor, _: Sequence[Any]) -> Leaf:
+    """Return the recipe of a result that is saved itself."""
     return Leaf(y)
 
 
-def _linear_of(
-    parent: tuple[Any, tuple[Any, ...]],
+def _recipe_of_linear(
+    reference: weakref.ref[Any],
+    layout: tuple[Any, ...],
     dtype: torch.dtype,
     y: Tensor,
     parameters: Sequence[Tensor | None],
 ) -> Made | None:
-    """Return the recipe of a linear's result, if that of its input is alive."""
-    reference, layout = parent
+    """Return the recipe of a linear's result, if the recipe of its input is alive."""
     source = reference()
     if source is None:
         return None
@@ -170,7 +171,7 @@ class SharedActivation(Shared):
         y, made = _with_functions(self, x, view, forward)
         # hooks may gather parameters for the call alone
         if made is not None and not dispatch.has_hooks(self):
-            origins.note(y, ACTIVATION, partial(_alive, weakref.ref(made)))
+            origins.note(y, ACTIVATION, partial(_recipe_if_alive, weakref.ref(made)))
         return y
 
 
@@ -201,5 +202,5 @@ def _with_functions(
         return y, result.source
 
 
-def _alive(reference: weakref.ref[Made], *_: Any) -> Made | None:
+def _recipe_if_alive(reference: weakref.ref[Made], *_: Any) -> Made | None:
     return reference()

@@ -76,7 +76,7 @@ class ForwardLog:
         # the flag of classes that Python code defines
         if len(names) < 3 and is_object and type(value).__flags__ & (1 << 9):
             clone = object.__new__(_spying(_Spy, type(value)))
-            vars(clone).update(vars(value), **{_PLACE: _Place(self, path, names)})
+            vars(clone).update(vars(value), **{_PLACE: _SpyPlace(self, path, names)})
             return clone
         raise self.stopped("state", f"{full_name}, a {type(value).__name__}")
 
@@ -96,7 +96,7 @@ def guards_of(
     return tuple(guards)
 
 
-class _Place(NamedTuple):
+class _SpyPlace(NamedTuple):
     """The place of a spy: a module, or an object in its attributes."""
 
     log: ForwardLog
@@ -190,7 +190,7 @@ def spied_copy(
         log.kinds[path] = type(part), len(part._modules)
         buffers = {n: None if b is None else meta(b) for n, b in part._buffers.items()}
         log.buffers += [buffer for buffer in buffers.values() if buffer is not None]
-        place = _Place(log, path, ())
+        place = _SpyPlace(log, path, ())
         return _spying(_SpyModule, type(part)), {_PLACE: place, "_buffers": buffers}
 
     dropping, value = rate or ((), 0.0)
