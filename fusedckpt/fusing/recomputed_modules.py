@@ -71,7 +71,7 @@ class Recomputed(Swapped):
 
     # of an MLP that no program computes: the state that was recorded
     _fusedckpt_match: MLPMatch | None = None
-    # pickles of earlier releases have none
+    # of attention and mixers: the level, and the kinds of functions by which it mixes tokens
     _fusedckpt_save = "inputs"
     _fusedckpt_mixes = frozenset((NAME,))
 

@@ -48,7 +48,7 @@ def speech() -> dict[str, torch.Tensor]:
 class Model:
     """A model class and its configuration.
 
-    swapped: change -> how often; left: module name -> a part of the reason.
+    swapped: change -> how often; left: module name -> the reason's key.
     """
 
     model: str
