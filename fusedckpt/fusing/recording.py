@@ -76,12 +76,7 @@ def record(
     try:
         with _python_random(log), undisturbed("meta"):
             clone = spied_copy(module, log, dtype, training, rate=rate)
-            xs = [
-                torch.empty(shape, dtype=dtype or dtype_of_module, device="meta")
-                for _ in range(num_inputs)
-            ]
-            if strided:
-                xs = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in xs]
+            xs = [_meta_input(shape, dtype or dtype_of_module, strided) for _ in range(num_inputs)]
             for x in xs:
                 x.requires_grad_(training)
             with (
@@ -109,6 +104,11 @@ def record(
         shapes=(shape, tuple(y.shape)),
         dtypes=(xs[0].dtype, y.dtype),
     )
+
+
+def _meta_input(shape: tuple[int, ...], dtype: torch.dtype, strided: bool) -> Tensor:
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    return x.transpose(0, 1).contiguous().transpose(0, 1) if strided else x
 
 
 def other_inputs(module: nn.Module) -> NotFused | None:
