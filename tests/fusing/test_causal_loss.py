@@ -252,3 +252,18 @@ def test_models_that_are_left():
     fused.loss_function = lambda *args, **kwargs: None
     assert fuse(fused, head=True).left["lm_head"].key == "head loss"
     assert "lm_head" not in fuse(fused, head=True, skip="lm_head").kinds
+
+
+class OwnLinear(nn.Linear):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def test_output_embeddings_that_are_left():
+    _, model, _ = words()
+    unfuse(model)
+    model.lm_head.__class__ = OwnLinear
+    assert fuse(model, head=True, linear=False).left["lm_head"].key == "head class"
+    model.lm_head.__class__ = nn.Linear
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.to_sparse())
+    assert fuse(model, head=True, linear=False).left["lm_head"].key == "head weight"

@@ -169,6 +169,9 @@ def test_a_block_of_a_sequential_is_named_as_it_is_now():
     found = {one.name: one for one in report(model, randn(2, D)).fused}
     assert found["0"].reason is None
     assert found["3"].reason == str(fused.fallbacks["3"])
+    # between two linears alone no activation follows
+    del model[1]
+    assert fused.fallbacks["0"] == ("apart now", "0")
 
 
 def test_fuse_again_begins_anew():

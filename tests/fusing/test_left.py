@@ -151,6 +151,12 @@ def many(x, act, *linears):
     return x
 
 
+def in_single(x, act, first, second):
+    if x.dtype == torch.float64:
+        raise TypeError("float32 alone")
+    return second(act(first(x)))
+
+
 def outer_thirds(x, act, packed, down):
     gate, _, up = packed(x).chunk(3, -1)
     return down(act(gate) * up)
@@ -266,6 +272,7 @@ LEFT = {
         "",
         "returns",
     ),
+    "no float64": (lambda: Computing(in_single, *linears(2)), "", "check dtype"),
     "experts with two arguments": (RoutedOnce, "", "signature"),
     "DeepSpeed": (partitioned, "", "deepspeed"),
     "a scale": (
