@@ -62,10 +62,11 @@ class RecipeMode(TorchFunctionMode):
         kind = KINDS.get(func)
         if kind is not None:
             floor = self.floor
-            # without a call of Python's where the first tensor is small
+            # without a call of Python's where the first tensor is small; a compiler, which traces
+            # this around a module compiled alone, has no `nbytes` of dynamic shapes
             for x in args:
                 if x.__class__ in PLAIN:
-                    if x.nbytes >= floor:
+                    if x.numel() * x.itemsize >= floor:
                         break
                 elif x.__class__ in _SEQUENCES and _is_large(x, floor):
                     break
@@ -275,7 +276,7 @@ class RecipeMode(TorchFunctionMode):
 
 
 def _is_large(parts: Sequence[Any], floor: int) -> bool:
-    return any(part.__class__ in PLAIN and part.nbytes >= floor for part in parts)
+    return any(x.__class__ in PLAIN and x.numel() * x.itemsize >= floor for x in parts)
 
 
 def _statistics(

@@ -148,12 +148,13 @@ def test_no_grad_compile_and_transforms():
     assert torch.equal(*grads)
 
 
-def test_a_compiled_module_inside():
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_module_inside(dynamic):
     eager, x = net("encoder")
     eager.eval()
     expected = step(eager, x)
     ours = with_recipes(eager)
-    ours[1] = torch.compile(ours[1], backend="aot_eager")
+    ours[1] = torch.compile(ours[1], backend="aot_eager", dynamic=dynamic)
     torch.testing.assert_close(step(ours, x)[:2], expected[:2])
 
 
