@@ -77,7 +77,7 @@ class OffloadedTensor:
         return original if original is not None and storage_of(original) == self.key else None
 
 
-class _Place(NamedTuple):
+class _SavedPlace(NamedTuple):
     """A saved tensor: an offloaded storage, and where in it the tensor is."""
 
     storage: OffloadedTensor
@@ -227,7 +227,7 @@ class OffloadedInputs:
                 return Argument(tensor)
             if made_by is not None and made_by._tensors:
                 self._next = weakref.ref(made_by)
-        place = _Place(storage, layout_of(tensor))
+        place = _SavedPlace(storage, layout_of(tensor))
         with saved_tensors_hooks(lambda _: place, self._unpack):
             return Argument(tensor)
 
@@ -258,7 +258,7 @@ class OffloadedInputs:
         if is_new:
             copies.push(self)
 
-    def _unpack(self, place: _Place) -> Tensor:
+    def _unpack(self, place: _SavedPlace) -> Tensor:
         """Return a saved tensor, and start to bring back the inputs that backward needs next."""
         storage = place.storage
         copies = self._copies

@@ -30,10 +30,9 @@ from fusedckpt.checkpointing.calls import (
     Argument,
     LateArgument,
     Provisional,
-    layout_of,
     objects_in,
-    storage_of,
 )
+from fusedckpt.checkpointing.derived import Derived, derived_from
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.memory import nbytes_of
 
@@ -44,29 +43,6 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
     "region: torch's checkpoint recomputes it; fusedckpt.checkpoint(..., save_regions=) does not"
 )
-
-
-class Derived(NamedTuple):
-    """A saved tensor that is an input of its region, by number, or the view `layout` of it.
-
-    The layout's offset counts from the input's; stride: of the input.
-    """
-
-    number: int
-    layout: tuple[Any, Any, Any] | None
-    stride: tuple[int, ...]
-
-    def of(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Return the tensor, given the region's inputs in the recompute."""
-        x = inputs[self.number]
-        if self.layout is None:
-            return x
-        x = x.detach()
-        size, stride, offset = self.layout
-        if x.stride() != self.stride:
-            # hooks gave an argument another layout
-            x = x.new_empty_strided(x.size(), self.stride).copy_(x)
-        return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
 class Record(NamedTuple):
@@ -160,7 +136,7 @@ class _FirstRun(_RegionPhase):
     def pack(self, tensor: Tensor) -> Any:
         """Hold a tensor until the region returns, unless a recompute can derive it."""
         packed = self._checkpoint.pack(tensor)
-        derived = None if packed.source is not None else _derived(tensor, self._inputs)
+        derived = None if packed.source is not None else derived_from(tensor, self._inputs)
         self._derived.append(derived)
         if derived is None:
             self._places.append(packed.index)
@@ -203,24 +179,6 @@ class _FirstRun(_RegionPhase):
         """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
         self._inputs = ()
         self._provisional = []
-
-
-def _derived(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
-    key = storage_of(tensor)
-    layout = layout_of(tensor)
-    for number, x in enumerate(inputs if key else ()):
-        if storage_of(x) != key or x.dtype != tensor.dtype:
-            continue
-        if layout_of(x) == layout:
-            return Derived(number, None, x.stride())
-        offset = tensor.storage_offset() - x.storage_offset()
-        if offset >= 0 and offset + _extent(tensor) <= _extent(x):
-            return Derived(number, (*layout[:2], offset), x.stride())
-    return None
-
-
-def _extent(x: Tensor) -> int:
-    return sum((n - 1) * stride for n, stride in zip(x.size(), x.stride(), strict=True))
 
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
