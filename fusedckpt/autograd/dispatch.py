@@ -153,7 +153,9 @@ def are_plain(*values: Any) -> bool:
 
 def has_hooks(*layers: nn.Module) -> bool:
     """Whether other code needs layers' own calls: by a hook, or a forward that replaced theirs."""
-    if not torch.compiler.is_compiling() and private.has_global_hooks():
+    # mostly there are none, which takes no call of ours
+    has_global_hooks = not torch.compiler.is_compiling() and any(private.GLOBAL_HOOKS)
+    if has_global_hooks and private.has_foreign_global_hooks():
         return True
     for layer in layers:
         hooks = layer._forward_hooks or layer._forward_pre_hooks

@@ -4,9 +4,10 @@ A name is looked up when this module is imported, and where the torch that runs 
 fallback takes its place: `PROBED` says which. The comment above a name states the loss then: time
 or memory, never a right gradient.
 
-Names of CUDA's allocator, of meta tensors and of torch.distributed are in `private_memory`,
-`private_meta` and `private_sharding`. No other file names anything private of torch, but for the
-dicts of a module (`_parameters`, `_forward_hooks`, ...) and a tensor's `_version` and `_base`.
+Names of CUDA's allocator, of meta tensors, of ops and of torch.distributed are in
+`private_memory`, `private_meta`, `private_ops` and `private_sharding`. No other file names
+anything private of torch, but for the dicts of a module (`_parameters`, `_forward_hooks`, ...) and
+a tensor's `_version` and `_base`.
 """
 
 from __future__ import annotations
@@ -353,23 +354,6 @@ if _probe("_compiled_call_impl", True, nn.Module) is None:
 COMPILED_CHILD = "_orig_mod"
 
 
-def schema_of(op: Any) -> Any:
-    """Return an op's schema; an error without it, by which fuse recognises no forward."""
-    return op._schema
-
-
-# torch 2.11 does not tag them as functions of single elements
-_UNTAGGED = {
-    f"aten::{name}"
-    for name in ("leaky_relu", "leaky_relu_", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "selu_")
-}
-
-
-def is_pointwise(op: Any) -> bool:
-    """Whether an op is a function of single elements."""
-    return torch.Tag.pointwise in op.tags or op.name() in _UNTAGGED
-
-
 def function_of(node: Any) -> Any:
     """Return the autograd Function of a node. Without it plans know no layer by its node."""
     return getattr(type(node), "_forward_cls", None)
@@ -378,7 +362,7 @@ def function_of(node: Any) -> Any:
 # by kind, the hooks on all modules. Without them fused layers do not call children that such a hook
 # of other code would see
 _OF_MODULES = nn.modules.module
-_GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _probe("_global_forward_pre_hooks", {}, _OF_MODULES),
     _probe("_global_forward_hooks", {}, _OF_MODULES),
     _probe("_global_backward_pre_hooks", {}, _OF_MODULES),
@@ -388,11 +372,9 @@ _GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
 _COUNTING = "torch.", "fusedckpt."
 
 
-def has_global_hooks() -> bool:
+def has_foreign_global_hooks() -> bool:
     """Whether code beside torch and ours has hooks on all modules, which may change results."""
-    if not any(_GLOBAL_HOOKS):
-        return False
-    modules = (getattr(f, "__module__", None) for kind in _GLOBAL_HOOKS for f in kind.values())
+    modules = (getattr(f, "__module__", None) for kind in GLOBAL_HOOKS for f in kind.values())
     return not all(str(module).startswith(_COUNTING) for module in modules)
 
 

@@ -14,13 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import (
-    TorchDispatchMode,
-    is_pointwise,
-    pytree,
-    schema_of,
-    storage_key,
-)
+from fusedckpt.autograd.private import TorchDispatchMode, pytree, storage_key
+from fusedckpt.autograd.private_ops import is_pointwise, schema_of
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.spies import ForwardLog
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedckpt.autograd import private_meta
-from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
+from fusedckpt.autograd.private import TorchDispatchMode, pytree, storage_key
+from fusedckpt.autograd.private_ops import schema_of
 from fusedckpt.memory import storages_of
 
 META = torch.device("meta")

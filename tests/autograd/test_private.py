@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
 from fusedckpt.autograd import private, private_sharding
-from fusedckpt.fusing import recording
+from fusedckpt.fusing import op_recorder
 
 # in which names are taken away together, a process each
 GROUPS = 7
@@ -78,7 +78,7 @@ MISSING = {
     # without the variables of torch's: the layer does its work in the recompute
     "closure": (private, "num_wanted", lambda pack: None),
     # fuse leaves what it cannot read
-    "schemas": (recording, "schema_of", lambda op: op._no_such_schema),
+    "schemas": (op_recorder, "schema_of", lambda op: op._no_such_schema),
 }
 
 
