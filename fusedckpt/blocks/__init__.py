@@ -1,6 +1,12 @@
-"""A fused layer is a program of steps, run by one autograd Function.
+"""A fused layer is a program of steps, run by one autograd Function. layer.py tells the story.
 
-A call's options and the shapes of its tensors settle a program (programs.py) of steps (steps.py);
-its schedules (derive.py) say which values are computed, saved, recomputed and written over;
-run.py runs them on rows; block.py is the Function, ops.py its torch ops.
+programs, head, experts, gated_norm   options of a call, and the program that they plan
+builder, steps, routed_steps          a program is built of steps; a step writes kernel calls
+program, call                         the records: a program; a checked call, and what it saves
+derive, writer                        the schedules of forward and backward, from a program
+block, run, ops                       the autograd Function, its schedules at work, its torch ops
+validate, operands, quantised         errors of a call; weights with adapters, or dequantised
+reader, late                          recipes of saved inputs; gradients that are computed late
+eager, compiled                       the reference in torch's ops, and under torch.compile
+shown, printed                        `fusedckpt.schedule`, and a schedule as text
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 from functools import partial
 from itertools import chain
@@ -33,6 +32,7 @@ from fusedckpt.blocks.operands import (
     parts_of_linears,
     with_values,
 )
+from fusedckpt.blocks.run import IS_PRESENT
 from fusedckpt.blocks.writer import Flags, Schedule
 
 
@@ -105,7 +105,7 @@ class Block(torch.autograd.Function):
             grads = one_by_one(
                 lambda element: run.backward(call, wanted, element, _first(element), values), dys
             )
-        elif any(map(_IS_GIVEN, products)):
+        elif any(map(IS_PRESENT, products)):
             args = (call, wanted, dys, like, values)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
         elif call.late and not (torch.compiler.is_compiling() or private.num_dispatch_modes()):
@@ -120,10 +120,6 @@ class Block(torch.autograd.Function):
             quantised = [call.num_inputs + number for number in call.quantised_params]
             hand_over(ctx, grads, like, call.metas, quantised)
         return (None, None, *grads)
-
-
-# without a call of Python's
-_IS_GIVEN = partial(operator.is_not, None)
 
 
 def _first(dys: Sequence[Tensor | None]) -> Tensor:
@@ -185,11 +181,11 @@ def run_linears(
 class Operands(NamedTuple):
     """The tensors of a layer's linears, in order, adapters and quantised weights apart."""
 
-    # whose record describes the adapters and quantised weights
+    # a record that describes the adapters and quantised weights
     layer: Layer
     # the tensors that a call computes on
     tensors: list[Any]
-    # those that a decision sees: None for a quantised weight, which the record describes
+    # the tensors that a decision sees: None for a quantised weight, which the record describes
     dense: list[Any]
 
 
@@ -245,9 +241,9 @@ def _compiled(
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
-def _check_twice(call: BlockCall, values: dict[Any, Any], whole: Schedule) -> None:
-    """Refuse second derivatives without a value that `whole` reads."""
-    for name in whole.names("value"):
+def _check_twice(call: BlockCall, values: dict[Any, Any], backward: Schedule) -> None:
+    """Refuse second derivatives without a value that a backward without products reads."""
+    for name in backward.names("value"):
         if name not in values:
             raise RuntimeError(
                 f"{call.name}: create_graph=True needs {name}, which save='preact' does not save "
@@ -266,9 +262,9 @@ def _reference_gradients(
     if ctx.for_second_derivatives is not None:
         numbers = [index - count for index in ctx.saved.for_second_derivatives]
         saved = saved | dict(zip(numbers, ctx.for_second_derivatives.read(), strict=True))
-    there = tuple([dy is not None for dy in dys])
-    whole = derive.backward_schedule(program, wanted, call.flags_of("inputs"), there)
-    _check_twice(call, saved, whole)
+    has_dys = tuple([dy is not None for dy in dys])
+    without_products = call.flags_of("inputs")
+    _check_twice(call, saved, derive.backward_schedule(program, wanted, without_products, has_dys))
     # a saved sum is differentiated in place of its summands
     firsts = program.saved_results or program.inputs
     names = (*firsts, *range(len(program.params)))

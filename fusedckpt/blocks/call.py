@@ -51,7 +51,7 @@ class Product(NamedTuple):
     dtype: torch.dtype
     # whether a backward reads it where it is saved; a checkpoint counts on such a product
     is_read: bool
-    # among the results of the forward, -1 where the level does not save it
+    # its place among the results of the forward, -1 where the level does not save it
     place: int
 
 
@@ -60,11 +60,11 @@ class Places(NamedTuple):
 
     # names of values and numbers of parameters, in this order
     names: tuple[Any, ...]
-    # among the call's tensors
+    # places of inputs among the call's tensors
     inputs: tuple[int, ...]
-    # among the results of the forward
+    # places of results, such as a sum, among those of the forward
     results: tuple[int, ...]
-    # among the call's tensors
+    # places of parameters among the call's tensors
     params: tuple[int, ...]
 
 
@@ -118,7 +118,7 @@ class BlockCall:
         adds_residual_outside: bool = False,
         num_seeds: int = 0,
     ):
-        # of the function, for errors
+        # the function or class, for errors
         self.name = name
         self.program = program
         # how kernels take each parameter
@@ -127,11 +127,11 @@ class BlockCall:
         self.metas = metas
         # numbers of the parameters that are no tensors
         self.quantised_params = quantised_params
-        # the tensors that it saves
+        # its save level
         self.level = level
         # its level in a checkpoint, None for that of the phase
         self.level_in_checkpoint = level_in_checkpoint
-        # of rows
+        # into how many chunks of rows it is cut
         self.chunks = chunks
         # whether nothing traces or watches ops
         self.is_unwatched = is_unwatched
@@ -139,7 +139,7 @@ class BlockCall:
         self.input_dtype = input_dtype
         # whether x is added to the result outside, in another dtype
         self.adds_residual_outside = adds_residual_outside
-        # of its own dropouts
+        # how many seeds its dropouts draw
         self.num_seeds = num_seeds
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1

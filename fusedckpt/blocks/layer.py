@@ -1,8 +1,8 @@
 """What a layer is: a record of options, which plans a call from the shapes of its tensors.
 
 Read this first. Three records are layers: `programs.BlockOptions` (linears with a norm before them,
-and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` plans its calls
-alike, but has no linears. A call goes through them so:
+and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` and
+`gated_norm.GatedNormOptions` plan their calls alike, but have no linears. The way of a call:
 
     run_linears(layer, x, between, linears)       block.py: eager, compiled, or
         dispatch.decide(layer, x, ...)            the decision, remembered for equal records

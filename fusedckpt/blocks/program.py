@@ -16,21 +16,25 @@ from torch.fx import Node
 
 
 class Op:
-    """An op of steps; an elementwise one, unless it overrides.
+    """An op of steps; an elementwise one without gradients of its own, unless it overrides.
 
-    dtype: of its output, None for that of the first value; casts: whether it reads the first value
-    in its dtype; gradients: for each slot with one of its own, the slots that its pass reads;
-    is_joint: whether one pass gives all of them; has_gemm: whether it multiplies by its first
-    parameter; recomputes: whether its backward recomputes its output on the way; adds: whether its
-    backward takes a gradient of any dtype, and adds dx to a gradient of x that exists.
+    `forward(code, reads, params)` and `backward(code, grad)` write calls of kernels into a
+    schedule; `eager(reads, params)` computes the same by torch's differentiable ops.
     """
 
+    # of its output, None for the dtype of the first value
     dtype: Any = None
+    # whether it reads the first value in its own dtype
     casts = False
+    # for each slot that a pass gives the gradient of: the slots that this pass reads
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    # whether one pass gives all gradients
     is_joint = False
+    # whether it multiplies by its first parameter
     has_gemm = False
+    # whether its backward recomputes its output on the way
     recomputes = False
+    # whether its backward takes a gradient of any dtype, and adds dx to an existing gradient of x
     adds = False
 
     @property
@@ -56,18 +60,23 @@ class Op:
 
 
 class Pass(NamedTuple):
-    """Gradients that one pass gives, by slot, and the slots that it reads besides that of y."""
+    """A pass of a step's backward over memory."""
 
+    # the slots that it gives the gradients of
     gives: tuple[str, ...]
+    # the slots that it reads besides the gradient of y
     reads: tuple[str, ...] = ()
 
 
 class ProgramStep(NamedTuple):
-    """out = op(*reads, *params): names of values, numbers of parameters, None for an absent one."""
+    """out = op(*reads, *params)."""
 
     op: Any
+    # the name of its value
     out: str
+    # the names of the values that it reads
     reads: tuple[str, ...]
+    # the numbers of its parameters, None for an absent one
     params: tuple[int | None, ...] = ()
 
     def at(self, slot: str) -> Any:

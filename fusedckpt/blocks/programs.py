@@ -1,7 +1,7 @@
 """The programs of every layer, and the checks of its calls.
 
-A layer's options are a record without tensors. `plan` takes them with the shapes and dtypes of a
-call's tensors to a Call; `dispatch.decide` remembers it for calls that are alike.
+A layer's options are a record without tensors. `plan` makes a `BlockCall` of them and of the shapes
+and dtypes of a call's tensors; `dispatch.decide` remembers it for calls that are alike.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from fusedckpt.kernels.runtime import as_matrix
 CHUNK_BYTES = 512 << 20
 # rows of a GEMM's tile, which a chunk fills
 CHUNK_STEP = 128
-# without a call of Python's
-_IS_GIVEN = partial(operator.is_not, None)
+# whether a value is not None, without a call of Python's
+IS_PRESENT = partial(operator.is_not, None)
 
 
 def chunks_for(rows: int, d: int, f: int, num_tensors: int, itemsize: int) -> int:
@@ -87,8 +87,8 @@ def backward(
     they are, to be computed by the caller.
     """
     results = call.program.results
-    products = tuple(map(_IS_GIVEN, map(saved.get, call.program.gemm_outputs)))
-    code = call.backward(wanted, products, tuple(map(_IS_GIVEN, dys)), donates)
+    products = tuple(map(IS_PRESENT, map(saved.get, call.program.gemm_outputs)))
+    code = call.backward(wanted, products, tuple(map(IS_PRESENT, dys)), donates)
     with below():
         args = _arguments(call, code, saved, dys)
         if call.chunks == 1:

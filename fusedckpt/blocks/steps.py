@@ -170,14 +170,14 @@ def _summed(code: Writer, total: Node, part: Node, dtype: torch.dtype | None) ->
 
 @dataclass(frozen=True)
 class Hidden(Op):
-    """h = act(z), times u where gated; or of the two halves of z where packed.
+    """h = act(z), times u where gated; or of the two halves of z where packed."""
 
-    kernel: "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the
-    GEMM that gives z takes in act).
-    """
-
+    # a name in ACTIVATIONS
     activation: str
+    # "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the GEMM
+    # that gives z takes in act)
     kernel: str = "split"
+    # whether z has the columns of gate and up
     is_packed: bool = False
     recomputes = is_joint = True
     gradients = (("r0", ("r0", "r1")), ("r1", ("r0", "r1")))
@@ -254,8 +254,11 @@ class Hidden(Op):
 class Dropout(Op):
     """y = dropout(x, p), drawn from a seed that is saved: its gradient draws the same again."""
 
+    # the probability of a zero
     p: float
+    # the number of its seed among those of the call
     seed: int
+    # that it reads x in, None for that of x
     dtype: torch.dtype | None = None
     casts = True
     gradients = (("r0", ("p0",)),)
