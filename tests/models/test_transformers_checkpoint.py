@@ -10,6 +10,9 @@ from transformers_cases import MODELS
 
 import fusedckpt
 
+# test_transformers.py compares what is swapped of these models
+pytestmark = pytest.mark.usefixtures("unverified")
+
 # each with its blocks, and the weight of the last GEMM where that ends a block's fused MLP
 BLOCKS = {
     "llama": ("model.layers", "mlp.down_proj.weight"),

@@ -13,6 +13,9 @@ import fusedckpt
 from fusedckpt.blocks import head as head_block
 from fusedckpt.fusing.accuracy import Errors
 
+# test_transformers.py compares what is swapped of these models
+pytestmark = pytest.mark.usefixtures("unverified")
+
 OTHERS = ("bert", "roberta", "vit", "clip", "t5", "t5_gated", "whisper")
 CAUSAL = {name: model for name, model in MODELS.items() if name not in OTHERS}
 CAUSAL["granite"] = decoder("Granite", {}, logits_scaling=3.0, embedding_multiplier=2.0)
