@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from fusedckpt.fusing import recipe_mode
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 pytest.importorskip("sklearn", reason="needs the bench extra")
 
-from bench import classics, models, tasks
+from bench import classics, models, tasks, training
 from bench.__main__ import main
 from bench.results import groups, read
 from bench.training import compare
@@ -279,7 +280,24 @@ def test_memory_through_a_step_rises_in_forward_and_falls_in_backward(parts):
     turn = mib[int((len(mib) - 1) * share)]
     # all that is saved is alive when backward begins
     assert turn * MIB >= rows["plain"]["saved_bytes"]
-    assert max(mib[0], mib[-1]) < turn
+    # a stall in backward may leave all of forward to the first slice
+    assert mib[-1] < turn
+
+
+def test_a_curve_has_the_highest_of_each_slice():
+    # in 160 ms, of which a slice is one
+    forward = [(0, 1), (30.25, 5), (30.5, 3)]
+    backward = [(40, 4), (40.5, 6), (160, 2)]
+    moments = [
+        SimpleNamespace(time_ns=int(1e6 * ms), live_bytes=mib * MIB, phase=phase)
+        for phase, pairs in (("forward", forward), ("backward", backward))
+        for ms, mib in pairs
+    ]
+    report = SimpleNamespace(timeline=moments, parameter_bytes=MIB, gradient_bytes=0)
+    curve = training._curve(report)
+    assert (curve["ms"], curve["forward_ms"]) == (160, 40)
+    # the last is the end
+    assert curve["mib"] == [0] * 30 + [4] + [2] * 9 + [5] * 120 + [1]
 
 
 def test_ours_saves_the_inputs_of_segments_and_nothing_else(parts):
