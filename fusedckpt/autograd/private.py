@@ -132,6 +132,18 @@ def unseen() -> AbstractContextManager[Any]:
     return disable_current_modes() if num_dispatch_modes() else nullcontext()
 
 
+# whether functions are seen by classes of tensors: not inside of one that has seen a function, as
+# the backward of its loss. Without them a recompute there computes plain tensors
+are_subclasses_asked: Callable[[], bool] = _probe("_C._is_torch_function_enabled", _true)
+_asks: Any = _probe("_C._EnableTorchFunction", nullcontext)
+_asks_none: Any = _probe("_C.DisableTorchFunctionSubclass", nullcontext)
+
+
+def asking_subclasses(are_asked: bool) -> AbstractContextManager[Any]:
+    """Let classes of tensors see functions inside, or not."""
+    return _asks() if are_asked else _asks_none()
+
+
 # sees every op. Without it a checkpoint's debug=True names none, and fuse recognises no forward
 TorchDispatchMode: Any = _probe("utils._python_dispatch.TorchDispatchMode", nullcontext)
 

@@ -1,4 +1,4 @@
-"""The state around a call of a segment: random numbers, autocast, the default device, kernels."""
+"""The state around a call of a segment: random numbers, autocast, device, kernels, subclasses."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Surroundings:
             finally:
                 for write, state in present:
                     write(state)
-                for _, (_, _, is_enabled, _) in self._settings[2:]:
+                for _, (_, _, is_enabled, _) in self._settings[3:]:
                     # else casts of weights live on, where autocast is still on in backward
                     if is_enabled:
                         torch.clear_autocast_cache()
@@ -87,7 +87,8 @@ class Surroundings:
 def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Return settings, each with a context that sets it.
 
-    They are the default device, the kernels of attention, and autocast of kinds of devices.
+    They are the default device, the kernels of attention, whether classes of tensors see functions,
+    and autocast of kinds of devices.
     """
     # torch.get_default_device takes some microseconds to find that there is none
     device = torch.get_default_device() if private.num_function_modes() else _CPU
@@ -95,7 +96,11 @@ def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, 
     for is_enabled, kernel in _KERNELS:
         if is_enabled():
             kernels.append(kernel)
-    settings: list[Any] = [(torch.device, (device,)), (sdpa_kernel, (kernels,))]
+    settings: list[Any] = [
+        (torch.device, (device,)),
+        (sdpa_kernel, (kernels,)),
+        (private.asking_subclasses, (private.are_subclasses_asked(),)),
+    ]
     for kind in kinds:
         dtype = torch.get_autocast_dtype(kind)
         is_enabled = torch.is_autocast_enabled(kind)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -211,3 +212,26 @@ def test_selective_checkpointing_inside():
 
     expected = step(lambda x: ((x.sin() @ w).sin() @ w).sin(), x, parameters=[w])
     assert_same(step(partial(checkpoint, fn), x, parameters=[w]), expected)
+
+
+class Tagged(torch.Tensor):
+    """A class without anything of its own."""
+
+
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen", "unseen"])
+def test_recompute_lets_classes_of_tensors_see_what_the_forward_let_them(is_seen):
+    kinds = []
+
+    def fn(x):
+        y = x * 2
+        kinds.append(type(y))
+        return y.sin()
+
+    x = randn(3, 4).detach().requires_grad_()
+    given = x.as_subclass(Tagged)
+    with nullcontext() if is_seen else torch._C.DisableTorchFunctionSubclass():
+        y = checkpoint(fn, given)
+    # the backward of a loss of that class runs unseen, that of another not
+    y.as_subclass(Tagged if is_seen else torch.Tensor).sum().backward()
+    assert kinds == [Tagged if is_seen else torch.Tensor] * 2
+    assert torch.equal(x.grad, 2 * (x.detach() * 2).cos())

@@ -10,7 +10,7 @@ from swap_cases import D, F
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
-from fusedckpt import fuse
+from fusedckpt import checkpoint, fuse
 from fusedckpt.memory import saved_tensors
 
 
@@ -77,6 +77,19 @@ def test_input_of_a_class_with_ops_of_its_own(make):
     assert type(fused(x)) is Tagged
     for model in (eager, fused):
         model(x).as_subclass(Tensor).sum().backward()
+    assert_same_gradients(fused, eager)
+
+
+@every_module
+def test_checkpoint_of_an_input_of_a_class_whose_loss_runs_backward(make):
+    """Backward of a loss of that class runs where functions are seen by no class."""
+    eager, fused = pair_of(make)
+    x = randn(3, D).detach().as_subclass(Tagged)
+    loss = eager(x * 2).square().sum()
+    loss.backward()
+    # the argument is one of the class anyway, a result in the recompute is not
+    checkpoint(lambda x: fused(x * 2), x).square().sum().backward()
+    assert type(loss) is Tagged
     assert_same_gradients(fused, eager)
 
 
