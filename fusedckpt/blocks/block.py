@@ -35,9 +35,16 @@ from fusedckpt.blocks.operands import (
 from fusedckpt.blocks.run import IS_PRESENT
 from fusedckpt.blocks.writer import Flags, Schedule
 
+# the classes of tensors without adapters or quantisation
+_DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
+
 
 class Block(torch.autograd.Function):
-    """A call of a fused layer; its arguments after the phase are inputs, then parameters."""
+    """A call of a fused layer; its arguments after the phase are inputs, then parameters.
+
+    phase: how it saves where hooks see its saved tensors, as in a checkpoint (autograd/phases.py);
+    None where there are no hooks, or hooks that only count.
+    """
 
     @staticmethod
     def forward(ctx: Any, call: BlockCall, phase: SavePhase | None, *tensors: Any) -> Any:
@@ -70,6 +77,7 @@ class Block(torch.autograd.Function):
         ctx.call = call
         ctx.saved = saved
         ctx.quantised = quantised
+        # whether no hook may change the saved tensors
         ctx.is_free = phase is None
         ctx.first_product = len(to_save)
         ctx.for_second_derivatives = None
@@ -236,9 +244,6 @@ def _compiled(
         dispatch.decide(layer, x, *between, *tensors)
     saved = layer.saved_gemms([len(adapters_of(weight)) for weight, _ in linears])
     return compiled.run(lambda x: layer.reference(x, between, linears), saved, x)
-
-
-_DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 def _check_twice(call: BlockCall, values: dict[Any, Any], backward: Schedule) -> None:

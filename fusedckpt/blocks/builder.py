@@ -1,4 +1,8 @@
-"""How a program is built: steps, and the layouts of parameters; the linears of a call."""
+"""Builds a call's program, step by step, with the layouts of parameters; names its linears.
+
+A layer's `plan` (programs.py, head.py, experts.py, gated_norm.py) makes a `Builder`, adds steps and
+ends with `build`.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ _FUNCTIONS = {LINEAR: "linear_act", PLAIN: "mlp", GATED: "gated_mlp", PACKED: "g
 class Linears(NamedTuple):
     """The linear layers of a call, without their tensors.
 
-    parts: each taken apart, where one is a record or dequantises.
+    names: of the weight and bias of each. parts: metas of the weight, bias and adapters of each;
+    empty where no weight is a `LoRA` record or quantised.
     """
 
     names: tuple[LinearNames, ...]
@@ -87,7 +92,7 @@ class Builder:
 
     def __init__(self, context: Context, dtype: torch.dtype) -> None:
         self.context = context
-        # that linears multiply in
+        # the dtype that linears multiply in
         self.dtype = dtype
         self.steps: list[ProgramStep] = []
         # names of the parameters
@@ -129,9 +134,9 @@ class Builder:
 
         num_dims: of the weight; adapters of experts, three, multiply in its dtype, as peft's do.
         """
-        kind = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
+        weight_layout = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
         key = names.weight
-        weight = self.param(key, kind, parts.weight)
+        weight = self.param(key, weight_layout, parts.weight)
         if parts.is_quantised:
             self.quantised_params.append(len(self.params) - 1)
         bias = self.param(names.bias, Layout(num_dims - 1, self.dtype), parts.bias)
@@ -147,7 +152,8 @@ class Builder:
     def apply(self, numbers: Any, wide: torch.dtype | None, read: str, out: str) -> str:
         """Add the steps of a linear layer: adapters' narrow outputs first, then y, then the sum.
 
-        wide: the dtype of the gradient of the value read.
+        numbers: the parameters, as `linear` returned them. wide: the dtype of the gradient of the
+        value read.
         """
         weight, bias, adapters = numbers
         narrow = []

@@ -1,7 +1,8 @@
 """The schedules of a block, derived from its program, the wanted gradients and the saved tensors.
 
-For the backward the steps are walked back; values that are not saved are recomputed. Rules that
-involve more than one step stand here:
+For the backward the steps are walked back, each by its passes over memory (program.py, which also
+explains slots); values that are not saved are recomputed. Rules that involve more than one step
+stand here:
 
 - A weight gradient that reads a recomputed value waits for the pass that makes the value anyway:
   of x -> gate, up -> h -> y, the gradient of the down weight reads h, which the pass of the hidden
@@ -73,9 +74,11 @@ class BackwardWriter(Writer):
             for slot in set(wants).difference(*[step_pass.gives for step_pass in passes_of_step]):
                 # no pass gives it: it is the gradient of y
                 self.totals[step.at(slot)] = dy
+            # weight gradients that waited for the value that this step's pass recomputes
             due: list[tuple[ProgramStep, Pass, Node]] = []
             for step_pass in passes_of_step:
                 if step_pass.gives[0][0] == "p":
+                    # a bias's gradient that another pass has summed
                     if self.param_grads.keys() >= set(map(step.at, step_pass.gives)):
                         continue
                     if any(self.is_made_later(step.at(slot)) for slot in step_pass.reads):
@@ -220,8 +223,9 @@ def backward_schedule(
     wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
     gradient; donates: whether it may write over the products; chunked: for chunks of rows.
     """
-    kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
-    saved = frozenset((*kept, *program.saved_results))
+    flagged = zip(program.gemm_outputs, products, strict=True)
+    saved_products = [name for name, is_saved in flagged if is_saved]
+    saved = frozenset((*saved_products, *program.saved_results))
     walk = BackwardWriter(program, wanted, saved, dys, chunked)
     walk.run()
     flags = zip(program.inputs, wanted, strict=False)
@@ -230,7 +234,7 @@ def backward_schedule(
     ]
     outputs = [*dxs, *[walk.param_grads.get(number) for number in range(len(program.params))]]
     results = [None if node is None else True for node in outputs]
-    donated = {walk.nodes[name] for name in kept if donates and name in walk.nodes}
+    donated = {walk.nodes[name] for name in saved_products if donates and name in walk.nodes}
     return walk.compiled(outputs, results, donated, flows=frozenset(walk.flows))
 
 
@@ -242,8 +246,8 @@ def forward_schedule(program: Program, products: Flags, chunked: bool = False) -
     """
     writer = Writer(program, chunked)
     steps = list(program.steps)
-    kept = [name for name, keep in zip(program.gemm_outputs, products, strict=True) if keep]
-    names = (*program.results, *kept)
+    flagged = zip(program.gemm_outputs, products, strict=True)
+    names = (*program.results, *[name for name, is_returned in flagged if is_returned])
     for name in program.inputs:
         writer.note_value(name, writer.argument("value", name))
     while steps:

@@ -1,8 +1,8 @@
-"""What a layer is: a record of options, which plans a call from the shapes of its tensors.
+"""The protocol of a layer: a record of options, which plans a call from its tensors' shapes.
 
 Read this first. Three records are layers: `programs.BlockOptions` (linears with a norm before them,
 and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` and
-`gated_norm.GatedNormOptions` plan their calls alike, but have no linears. The way of a call:
+`gated_norm.GatedNormOptions` plan their calls alike, but have no linears. The path of a call:
 
     run_linears(layer, x, between, linears)       block.py: eager, compiled, or
         dispatch.decide(layer, x, ...)            the decision, remembered for equal records
@@ -10,7 +10,11 @@ and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions
         apply(call, phase, x, ...)                autograd's Function runs its schedules
 
 A decision is remembered for equal records, so a record holds all that a decision depends on, and
-nothing that cannot be hashed.
+nothing that cannot be hashed. `plan`, `check` and `operands` are those of `dispatch.Decided`.
+
+Words of the files that follow: a value is the output of a step, by its name; a parameter has a
+number; a product is a GEMM's output, which a save level may save; a schedule is the kernel calls of
+a forward or backward, in order.
 """
 
 from __future__ import annotations

@@ -134,8 +134,9 @@ class Writer:
     def reuse_buffers(self, donated: Collection[Node] = ()) -> None:
         """Write results over tensors that nothing reads later.
 
-        donated: the arguments that may be written over; not by a recomputed hidden layer, which is
-        freed before the gradients, where a saved tensor is in memory until the end anyway.
+        donated: the arguments that may be written over, by gradients alone: a recomputed hidden
+        layer, "h", is freed before the gradients are made, so it takes a buffer of its own rather
+        than that of a saved tensor, which is in memory until the end.
         """
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in order:

@@ -75,14 +75,19 @@ class Recompute(CheckpointPhase):
         self._names = {record.name for record in segment.records}
         # a checkpoint around may have asked for them
         self.patterns = segment.options.save_regions or tuple(self._names)
+        # GEMM outputs of fused layers, by the places of their slots
         self.products: dict[int, Tensors] = {}
+        # by place, the tensors that came back and were not taken yet, with their versions
         self.values: dict[int, tuple[Tensor, int]] = {}
+        # how many tensors the function has saved so far
         self._num_saved = 0
         # samples of the forward with those of this recompute
         self.pairs: list[Pair] = []
         self._samples: dict[int, Tensor] = {}
-        # whether a call was begun, and whether all tensors came back before its end
-        self._entered = self._stopped = False
+        # whether a call has begun and not ended
+        self._entered = False
+        # whether all tensors came back before its end
+        self._stopped = False
         self._problems: list[str] = []
         # the operation that saved the last tensor without a gradient, and that tensor's shape and
         # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
@@ -111,7 +116,8 @@ class Recompute(CheckpointPhase):
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
         segment = self._segment
-        self.watch = run = segment.watch and WatchedRun(segment.calls[0].fn, segment.watch)
+        run = segment.watch and WatchedRun(segment.calls[0].fn, segment.watch)
+        self.watch = run
         self._leaves = calls.Leaves()
         try:
             for call in segment.calls:

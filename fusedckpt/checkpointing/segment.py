@@ -46,7 +46,11 @@ from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change,
 
 
 class Segment(Trace, CheckpointPhase):
-    """The forward of a checkpoint."""
+    """The forward of a checkpoint.
+
+    Its recompute reads the fields of `Trace` (calls.py); layers and regions that run in it call the
+    methods of `CheckpointPhase` (regions.py).
+    """
 
     # GEMM outputs for backward would be dropped
     levels = PhaseLevels("inputs", "inputs")
@@ -75,7 +79,8 @@ class Segment(Trace, CheckpointPhase):
         self.enclosing = enclosing
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
-        self.watch = run = WatchedRun(call.fn) if self.options.debug else None
+        run = WatchedRun(call.fn) if self.options.debug else None
+        self.watch = run
         self.calls.append(call)
         if self.options.samples and not may_change(private.top_hooks()):
             self.samples = self.samples or Samples(name_of(call.fn))
@@ -220,6 +225,11 @@ class Segment(Trace, CheckpointPhase):
         return self.calls[-1].surroundings.states()
 
     def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
+        """Return a recompute that has run, or has taken over the one that was prefetched.
+
+        backward: the id of the backward that it serves, -1 outside of any. keeps: whether it keeps
+        tensors that were taken.
+        """
         recompute = Recompute(self, keeps)
         ahead = self._ahead
         if ahead is None or keeps or backward == -1:
@@ -259,7 +269,8 @@ class Segment(Trace, CheckpointPhase):
         if any(product_metas):
             # no more than that: the layer's node outlives its saved tensors, which hold the segment
             place = len(self.saved)
-            ctx.recall = slot = partial(_recall, weakref.ref(self), place)
+            slot = partial(_recall, weakref.ref(self), place)
+            ctx.recall = slot
             self.slots[place] = name, weakref.ref(slot)
 
 

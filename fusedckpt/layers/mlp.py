@@ -160,7 +160,7 @@ def gated_mlp(
 
 
 class _Block(nn.Module):
-    """MLP and GatedMLP."""
+    """The base of MLP and GatedMLP."""
 
     # the name of the function that computes it
     function: str
@@ -245,6 +245,7 @@ class _Block(nn.Module):
             y = run_linears(whole, input, tensors, pairs)
             if y is not None:
                 return y
+        # the children are called: invalid options raise here, too
         options.check(levels.override.level)
         n = input if norm is None else norm(input)
         y = None
@@ -255,7 +256,7 @@ class _Block(nn.Module):
         return input + y if self.residual else y
 
     def _called(self, options: BlockOptions, n: Tensor, linears: list[Any]) -> Tensor:
-        """Return the linears' result for n, calling each of them."""
+        """Return the block's result for the norm's result n, calling each linear."""
         h = eager.hidden([linear(n) for linear in linears[:-1]], options.activation)
         return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
 

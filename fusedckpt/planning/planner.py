@@ -1,4 +1,7 @@
-"""The fastest way to train a model within a budget of bytes: measured, solved, and tried."""
+"""The fastest way to train a model within a budget of bytes: measured, solved, and tried.
+
+`plan` checks its arguments, `_plan` does the work; README.md has the steps with their files.
+"""
 
 from __future__ import annotations
 
@@ -245,7 +248,7 @@ def _with_gradients(
 
 
 def _plan(start: _StartingStep, names: list[str], goal: _Goal) -> Plan:
-    """Survey, measure, solve and try."""
+    """Return the plan: survey the model, measure its units, solve, and try plans in steps."""
     step = start.step
     policy = goal.policy
     limit = goal.limit

@@ -1,6 +1,6 @@
 """One of two ranks: gradients under DDP and FSDP with checkpoints equal those without.
 
-Run by test_wrapper.py.
+Run by test_in_place.py.
 """
 
 from __future__ import annotations
