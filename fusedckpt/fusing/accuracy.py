@@ -63,12 +63,15 @@ class Errors:
     truth: float = 0.0
     # elements that were compared
     count: int = 0
+    # how many draws they come from
+    draws: int = 0
     # elements that are finite in only one of both results, and results of another shape or dtype
     strays: int = 0
 
     def add(self, ours: Tensor, eager: Tensor, truth: Tensor) -> None:
         """Add a draw: our result, eager's in the same dtype, and eager's in float64."""
         self.count += truth.numel()
+        self.draws += 1
         if ours.shape != eager.shape or ours.dtype != eager.dtype:
             self.strays += 1
             return

@@ -27,6 +27,8 @@ from fusedckpt.memory import saved_tensors
 
 # of the inputs: limits that a module keeps to show where they are reached
 SCALES = (1.0, 10.0, 100.0, 1000.0)
+# draws of the rounding of parameters, where the original's error is measured by that
+_ROUNDINGS = 4
 # of a measurement of bytes: so many that the seeds of a call are less than a byte per token
 _TOKENS = 64
 
@@ -36,7 +38,8 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
 
     Compared in the module's dtype, in eval and training mode, on inputs of several scales, over 256
     elements or 16 draws, by the error rule of `fusing.accuracy`; at scales other than 1 the floor
-    is 64 epsilons of max(scale, rms(truth)).
+    is 64 epsilons of max(scale, rms(truth)), and the original's error is at least what an epsilon
+    of its parameters does.
     """
     sizes = small_sizes(module) if swap.can_shrink else {}
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]
@@ -49,6 +52,11 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
             if isinstance(results, NotFused):
                 return results
             problem = _problem(results, _dtype_of(module), scale)
+            if problem is not None and scale > 1:
+                # most gates are shut there or at their limit: one that is neither may decide all,
+                # and whose sum was rounded better is luck
+                _raise_to_roundings(results, module, draw)
+                problem = _problem(results, _dtype_of(module), scale)
             if problem is not None:
                 return problem
     return None
@@ -81,6 +89,27 @@ def _errors_over_draws(
         for errors, mine, truth, theirs in zip(results, ours, *references, strict=True):
             errors.add(mine, theirs, truth)
     return results
+
+
+def _raise_to_roundings(
+    results: list[Errors], module: nn.Module, draw: Callable[[int], _Run]
+) -> None:
+    """Raise the original's errors to those that rounding its parameters alone would make.
+
+    They are measured in float64, of values that are finite in the module's dtype.
+    """
+    device = _device_of(module)
+    noises = [Errors(torch.float64) for _ in results]
+    for seed in range(results[0].draws):
+        run = draw(seed)
+        truths = run.results(torch.float64, device)
+        theirs = run.results(_dtype_of(module), device)
+        for number in range(_ROUNDINGS):
+            rounded = run.results(torch.float64, device, rounding=number)
+            for noise, moved, eager, truth in zip(noises, rounded, theirs, truths, strict=True):
+                noise.add(moved.where(eager.isfinite(), truth), truth, truth)
+    for errors, noise in zip(results, noises, strict=True):
+        errors.eager = max(errors.eager, noise.ours / _ROUNDINGS)
 
 
 def small_sizes(module: nn.Module) -> dict[int, int]:
@@ -139,15 +168,30 @@ class _Run:
         self._dout: Tensor | None = None
 
     def results(
-        self, dtype: torch.dtype, device: torch.device, swap: Swap | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        swap: Swap | None = None,
+        rounding: int | None = None,
     ) -> list[Tensor]:
-        """Return the output and the gradients of x and of every parameter, fused for a swap."""
+        """Return the output and the gradients of x and of every parameter, fused for a swap.
+
+        rounding: the seed by which parameters are moved by about an epsilon of the module's dtype.
+        x stays: experts are chosen by its digits.
+        """
 
         def leaf(value: Tensor) -> Tensor:
             # rounded to the module's dtype first, as inputs are exact for both
             return value.to(device, self._dtype).to(dtype).detach().requires_grad_(True)
 
         leaves = {key: leaf(value) for key, value in self._draw.values.items()}
+        if rounding is not None:
+            eps = torch.finfo(self._dtype).eps
+            generator = torch.Generator().manual_seed(rounding)
+            with torch.no_grad():
+                for parameter in leaves.values():
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.mul_(1 + eps * noise.to(device))
         x = leaf(self._draw.x * self._scale)
         clone = self._replica(lambda parameter, path: leaves[id(parameter)])
         if swap is not None:

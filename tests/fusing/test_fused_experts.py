@@ -11,6 +11,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
+from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.fusing.accuracy import Errors
 
 transformers = pytest.importorskip("transformers")
@@ -168,6 +169,31 @@ def test_left_and_named(kind, key):
     assert report.swapped == {}
     assert report.left[""].key == key
     assert report.kinds == {"": "experts"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "path"), [(torch.float32, None), (torch.bfloat16, None), (torch.float16, "aten")]
+)
+def test_one_gate_that_decides_is_no_difference(dtype, path):
+    """By large inputs most gates are shut or at the limit: all error is of the sums of a few."""
+    module = experts("GptOss", hidden_size=32, intermediate_size=48).to(dtype)
+    with forced_path(path):
+        assert list(fuse(module).swapped) == [""]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_limit_that_ends_is_a_difference(dtype):
+    """Of values beyond those by which the gating is looked up."""
+    module = experts("GptOss", hidden_size=32, intermediate_size=48)
+
+    class Ends(type(module)):
+        def _apply_gate(self, z):
+            return super()._apply_gate(z).where(z[..., ::2] < 100, 7.0)
+
+    module.__class__ = Ends
+    reason = fuse(module.to(dtype)).left[""]
+    assert reason.key == "differs"
+    assert "at inputs of" in str(reason)
 
 
 class Widened(Scaled):
