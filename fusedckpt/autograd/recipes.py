@@ -210,7 +210,7 @@ class Made:
 
     @property
     def is_made(self) -> bool:
-        """Whether the results are there, for readers that are left."""
+        """Whether the results exist, for readers that are left."""
         return self._values is not None
 
     def expect(self) -> None:

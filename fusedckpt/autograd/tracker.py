@@ -68,7 +68,7 @@ class _Known:
 
 
 class Choice(NamedTuple):
-    """What autograd saved in place of a tensor, for reports."""
+    """A tensor for which autograd saved a recipe, or the tensor itself, for reports."""
 
     # the tensor's sizes
     shape: torch.Size

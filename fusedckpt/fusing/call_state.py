@@ -1,6 +1,6 @@
 """The state that a module's forward reads and changes: noted at a call, brought back later.
 
-Noted are the attributes of the module and of those inside, of their classes, of plain objects in
+It notes the attributes of the module and of those inside, of their classes, of plain objects in
 them and among the arguments, and the contents of plain containers in all of these: by reference,
 without a copy of a tensor. So a recompute finds a counter, a popped argument, a scheduler or an
 option of a config as the forward did, and leaves all of them as they are.

@@ -303,7 +303,7 @@ def blocks_of(
 ) -> dict[str, SequentialBlock]:
     """Return the blocks among a Sequential's layers.
 
-    A block goes by its linear's name, as its norm may be swapped too.
+    A block has its linear's name in reports, as its norm may be swapped too.
     """
     blocks = {}
     for run in runs(parent):

@@ -25,7 +25,7 @@ LinearOperands = tuple[Any, Tensor | None]
 def dropouts_from_seeds(module: nn.Module, match: MLPMatch) -> dict[str, Any]:
     """Return the dropouts that a fused call computes itself, from seeds.
 
-    None if only the result has a dropout: that one draws as before.
+    Empty if only the result has a dropout: that one draws as before.
     """
     hidden = _rate_now(module, match.hidden_rate)
     result = _rate_now(module, match.result_rate)
@@ -87,7 +87,7 @@ def _dropout_obstacle(module: nn.Module, match: MLPMatch, is_sharded: bool) -> N
             return NotFused("dropout", ".".join(path) or attribute)
     is_mixed = len({part.training for part in module.modules()}) > 1
     if match.result_rate is not None and match.result_rate[1] != "p" and is_mixed:
-        # the recording does not tell which module's mode its forward goes by
+        # the recording does not tell which module's mode the forward reads
         return NotFused("dropout", match.result_rate[1])
     return None
 

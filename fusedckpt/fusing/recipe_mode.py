@@ -2,8 +2,8 @@
 
 It sees each torch function that the forward calls, in a module or between two. A function runs as
 it is, once; hooks on its saved tensors replace a tensor that cheap functions made by their recipe
-(`autograd/recipes.py`). Cheap are functions whose cost is a few operations for each element: they
-are run again in backward, GEMMs, convolutions and attention never are.
+(`autograd/recipes.py`). A function is cheap if it takes a few operations for each element. Cheap
+functions run again in backward; GEMMs, convolutions and attention never do.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ class RecipeMode(TorchFunctionMode):
         before = self.tracker.find(x)
         version = x._version
         y, saved = self._run(again.func, args, kwargs)
-        writes = again.writes = y is x and x._version != version
+        writes = y is x and x._version != version
+        again.writes = writes
         overwritten = None
         if writes and before is not None and not isinstance(before.source, Leaf):
             # a leaf that is overwritten cannot be read
@@ -304,7 +305,7 @@ def _is_view(y: Any, inputs: Sequence[Tensor]) -> bool:
 
 
 def _copies_of(x: Tensor, inputs: Sequence[Tensor], saved: Sequence[Saved]) -> list[Saved]:
-    """Return what a function has saved as a copy of the input that it wrote over."""
+    """Return the tensors that a function has saved as copies of the input that it wrote over."""
     layout = x.shape, x.dtype, x.stride()
     return [
         (view, t)
