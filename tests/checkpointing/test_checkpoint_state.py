@@ -1,4 +1,4 @@
-"""What changes between forward and backward raises; what forward itself changes, changes once."""
+"""What autograd saved raises where it changed; what forward itself changes, changes once."""
 
 import threading
 from functools import partial
@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from checkpoints import assert_as_plain, assert_same, same
 from support import DEVICE, randn
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import checkpoint as stock
 
 from fusedckpt import Checkpoint, checkpoint, is_recomputing
@@ -67,6 +68,16 @@ def test_c8_changed_parameter_raises(make, name):
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
     else:
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("debug", [True, "samples"])
+@pytest.mark.parametrize("name", ["fc1.bias", "fc2.bias", "scale"])
+def test_c8_debug_finds_changed_state_that_autograd_does_not_save(name, debug):
+    net, x = Net(), randn(4, 6)
+    y = checkpoint(net, x, debug=debug)
+    net.state_dict()[name].add_(1)
+    with pytest.raises(CheckpointError, match=r"do the same each time|state that has changed"):
         y.sum().backward()
 
 

@@ -30,6 +30,29 @@ class Scaled(nn.Module):
         return self.linear(F.gelu(self.norm(x) + self.shift))
 
 
+@pytest.mark.parametrize("is_dropped", [True, False], ids=["dropped", "unused"])
+def test_write_of_what_only_a_result_beside_the_loss_saved(is_dropped):
+    """The limit that the documentation names: it raises, where eager works."""
+    weight = torch.randn(D, D, dtype=torch.float64, requires_grad=True)
+
+    class Beside(nn.Module):
+        def forward(self, x):
+            c = x * 2
+            unused = [F.linear(c, weight)]
+            if is_dropped:
+                unused.clear()
+            y = torch.tanh(c).sin()
+            c.mul_(2)
+            return y + c, unused
+
+    eager = Beside()
+    ours, x = with_recipes(eager), tokens().double().requires_grad_()
+    eager(x)[0].sum().backward()
+    assert x.grad is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        ours(x)[0].sum().backward()
+
+
 def test_writes_between_forward_and_backward():
     """What autograd does not save may be written; what it saves raises, as in eager."""
     eager = Scaled().double()
