@@ -41,10 +41,15 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
     # an eager reference's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
-        again = partial(_normalised, call, (weight is not None, bias is not None))
-        source = partial(origins.of_first_saved, "norm", again)
-        origins.note(n, origins.NORM, source, weight, bias)
+        origins.note(n, origins.NORM, _recipe_of_norm, weight, bias)
     return n
+
+
+def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | None:
+    """Return the source of a norm's result, for the note on its node."""
+    node: Any = n.grad_fn
+    again = partial(_normalised, node.call, [p is not None for p in parameters])
+    return origins.of_first_saved("norm", again, n, parameters)
 
 
 def _normalised(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
