@@ -188,7 +188,8 @@ def _planned(work: Workload, **options: Any) -> Way:
     return work.planned("plan", work.model, **({"policy": "memory"} | options))
 
 
-RECIPES: dict[str, Callable[[Workload], Way]] = {
+# the ways of the deepest stack: a name -> the way, for a workload
+DEPTH_WAYS: dict[str, Callable[[Workload], Way]] = {
     "plain": lambda work: Way("plain", work.model),
     "torch sqrt(n)": lambda work: in_segments(
         work.model, "torch", max(1, math.isqrt(len(list(work.model.children()))))
@@ -203,10 +204,10 @@ SAME = "plan, same depth"
 
 
 def trial_of(chosen: Namespace, name: str, layers: int) -> Trial:
-    """Return a stack of so many layers, to be trained by a recipe."""
+    """Return a stack of so many layers, to be trained in one of the ways."""
     planned = partial(_planned, policy="budget", budget=chosen.depth_budget)
     work = stack_of(chosen, layers, is_fused=name.startswith("fused,"))
-    return Trial(work, (planned if name == SAME else RECIPES[name])(work)._replace(name=name))
+    return Trial(work, (planned if name == SAME else DEPTH_WAYS[name])(work)._replace(name=name))
 
 
 def peak_of(trial: Trial) -> int:
@@ -224,8 +225,8 @@ def _depths(chosen: Namespace) -> list[Row]:
     Raises ValueError where not even one plain block fits.
     """
     depths: dict[str, int] = {}
-    with progress("depth", len(RECIPES) + (len(RECIPES) + 1) * (chosen.repeat + 1)) as tick:
-        for name in RECIPES:
+    with progress("depth", len(DEPTH_WAYS) + (len(DEPTH_WAYS) + 1) * (chosen.repeat + 1)) as tick:
+        for name in DEPTH_WAYS:
             tick(f"{name}: searching")
 
             def fits(layers: int, name: str = name) -> bool:

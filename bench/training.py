@@ -74,8 +74,8 @@ def selective(model: nn.Module) -> nn.Module:
 
 # names of ways with a cache in their checkpoint
 CACHED = ("selective",)
-# each changes the model that it is given, and returns it
-RECIPES: dict[str, Callable[[nn.Module], nn.Module]] = {
+# a way's name -> a function that changes the model that it is given, and returns it
+MODEL_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "eager": lambda model: model,
     # torch's, non-reentrant
     "checkpoint": partial(wrap_units, wrap=checkpoint_wrapper),

@@ -24,7 +24,7 @@ from bench.results import Row
 from bench.subjects import Subject, factory_of, ours, yours
 from bench.tables import mib
 from bench.tasks import KINDS
-from bench.training import CACHED, RECIPES, Tick, compare, resident
+from bench.training import CACHED, MODEL_WAYS, Tick, compare, resident
 from bench.workload import Way, Workload
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.reporting.progress import progress
@@ -34,7 +34,7 @@ BUDGETS = (0.25, 0.5, 0.75)
 # ways with memory through a step in their rows
 SHOWN = ("eager", "checkpoint", "fuse", "fuse+ckpt", "fuse+plan memory")
 # all but `compile`, which stands for six
-WAYS = (*RECIPES, "plan memory", "fuse+plan memory", "fuse+plan", "budgets")
+WAYS = (*MODEL_WAYS, "plan memory", "fuse+plan memory", "fuse+plan", "budgets")
 USUAL = ("eager", "checkpoint", "selective", "fuse", "fuse+recipes", "fuse+ckpt")
 USUAL += ("plan memory", "fuse+plan memory", "budgets")
 # commands that are this one with other defaults
@@ -131,7 +131,7 @@ def prepare(chosen: Namespace) -> Namespace:
 def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -> Iterator[Way]:
     """Yield the ways that were chosen, eager first; plans that do not exist go to `lost`."""
     yield Way("eager", work.model)
-    for name in [name for name in RECIPES if name in chosen.ways and name != "eager"]:
+    for name in [name for name in MODEL_WAYS if name in chosen.ways and name != "eager"]:
         model = work.copied()
         note = ""
         if name == "fuse":
@@ -140,7 +140,7 @@ def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -
             # the whole report for a reader of few ways
             print(report if len(chosen.ways) < len(USUAL) else f"fuse: {note}", flush=True)
         else:
-            model = RECIPES[name](model)
+            model = MODEL_WAYS[name](model)
         is_exact = name != "approximate"
         yield Way(name, model, is_exact=is_exact, has_cache=name in CACHED, note=note)
     yield from _planned(work, chosen, lost, tick)
@@ -150,7 +150,7 @@ def _ways(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -
 
 def _planned(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick) -> Iterator[Way]:
     """Yield plans: of least peak, within the peak of torch's checkpoint, and within budgets."""
-    fused = work._replace(model=RECIPES["fuse"](work.copied()))
+    fused = work._replace(model=MODEL_WAYS["fuse"](work.copied()))
     made: dict[str, Way] = {}
 
     def plan(name: str, source: Workload, **limits: Any) -> Iterator[Way]:
@@ -168,7 +168,7 @@ def _planned(work: Workload, chosen: Namespace, lost: dict[str, str], tick: Tick
     if "fuse+plan memory" in chosen.ways:
         yield from plan("fuse+plan memory", fused, **least)
     if "fuse+plan" in chosen.ways:
-        report = work.report(RECIPES["checkpoint"](work.copied()))
+        report = work.report(MODEL_WAYS["checkpoint"](work.copied()))
         budget = report.peak_bytes - resident(report)
         yield from plan("fuse+plan", fused, activation_budget=budget)
         if "fuse+plan" in lost:
@@ -194,14 +194,14 @@ def _compiled(work: Workload, lost: dict[str, str]) -> Iterator[Way]:
         "compile": torch.compile(work.copied()),
         "compile 0.5": compiled(0.5)(work.copied()),
         "compile 0": compiled(0.0)(work.copied()),
-        "fuse+compile": torch.compile(RECIPES["fuse"](work.copied())),
-        "fuse preact+compile": torch.compile(RECIPES["fuse preact"](work.copied())),
+        "fuse+compile": torch.compile(MODEL_WAYS["fuse"](work.copied())),
+        "fuse preact+compile": torch.compile(MODEL_WAYS["fuse preact"](work.copied())),
     }
     report = work.report(work.model)
     budget = (report.peak_bytes - resident(report)) // 2
     name = f"fuse+plan {mib(budget)} MiB+compile"
     try:
-        fused = RECIPES["fuse"](work.copied())
+        fused = MODEL_WAYS["fuse"](work.copied())
         way = work.planned(name, fused, activation_budget=budget, accumulate=True)
         made[name] = torch.compile(way.run)
     except ValueError as error:

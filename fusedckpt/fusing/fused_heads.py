@@ -7,7 +7,7 @@ model's output is then None.
 
 The scale and the cap are read once, in the first such call: there the output embedding returns a
 few numbers, which show what reaches the loss. A model that does anything else to its logits is
-named, and computes them as ever.
+named, and computes them as before.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LogitMapping(NamedTuple):
 
 
 class _Refused(Exception):
-    """The model does something to its logits that our loss cannot do; the message says what."""
+    """The model does something to its logits that our loss cannot do; the message names it."""
 
 
 @dataclass
@@ -148,7 +148,7 @@ def _read_mapping(logits: Tensor, result: Tensor, ops: tuple[str, ...]) -> Logit
 
 
 class FusedHead(nn.Module):
-    """Forward of an output embedding: its input is kept while its model computes a loss."""
+    """Forward of an output embedding: while its model computes a loss, it notes its input."""
 
     _fusedckpt_prefix = "Fused"
     _parameters: Any

@@ -314,7 +314,7 @@ def test_ours_saves_the_inputs_of_segments_and_nothing_else(parts):
 
 def test_depths_fit_and_one_more_layer_does_not(parts):
     rows = parts["depth"]
-    assert [*rows] == [*classics.RECIPES, classics.SAME]
+    assert [*rows] == [*classics.DEPTH_WAYS, classics.SAME]
     for row in rows.values():
         assert row["peak_bytes"] <= MIB // 2
         assert row["depth"] >= rows["plain"]["depth"]
