@@ -237,6 +237,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
     if torch.compiler.is_compiling():
         return _decided_anew(options, tensors, reference_only=True)
     grad = torch.is_grad_enabled()
+    # no hooks on saved tensors, and no backward that may be a checkpoint's: no phase to look for
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.phase_of_layer() if grad and not is_free else None
     reference_only = DISABLED or private.are_transforms_active() or private.forward_level() >= 0

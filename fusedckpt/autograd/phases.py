@@ -216,7 +216,8 @@ def default_stock(around: Hooks | None) -> str:
     is_alone = below == around
     if below is not None and not is_alone and private.is_save_on_cpu(below[0]):
         saved_tensors_hooks(*below).__exit__()
-        is_alone = is_offload = private.top_hooks() == around
+        is_offload = private.top_hooks() == around
+        is_alone = is_offload
         saved_tensors_hooks(*below).__enter__()
     saved_tensors_hooks(*hooks).__enter__()
     try:

@@ -2,7 +2,7 @@
 
 A fused norm saves its input x anyway, so a block that reads its result n saves the recipe of n:
 the norm of x. Hooks on the block's saved tensor replace n, so gradients of any order, hooks on n
-and other readers of n are as ever. Writes through `.data` are not detected, as in autograd.
+and other readers of n are unchanged. Writes through `.data` are not detected, as in autograd.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 While a checkpoint runs that asks for regions named "attention", these are such regions:
 F.scaled_dot_product_attention, the functions of transformers' attention interface, and those of
-flash_attn; of regions named "scan", the functions of `scans`. Other threads call them as ever, as a
-region outside of a checkpoint is a plain call. Under torch.compile a policy saves the outputs of
+flash_attn; of regions named "scan", the functions of `scans`. In other threads they are plain
+calls, as every region outside of a checkpoint is. Under torch.compile a policy saves the outputs of
 attention's ops.
 """
 

@@ -95,7 +95,7 @@ class Buffers:
                 vars(module).clear()
                 vars(module).update(attributes)
             elif hasattr(module, "reset_running_stats"):
-                # initialised as ever, but its statistics are yet to begin
+                # it stays initialised, but its statistics are yet to begin
                 module.reset_running_stats()  # type: ignore[operator]  # a method
 
 

@@ -1,6 +1,6 @@
 """Regions: calls in a checkpoint that its recompute does not run again.
 
-In a segment's forward a region runs as ever. Tensors that autograd saves inside stay saved, but for
+In a segment's forward a region runs. Tensors that autograd saves inside stay saved, but for
 the region's inputs and views of them: the recompute gets as far as the region's call, takes these
 from its arguments, skips the body, and goes on with the outputs that were saved. So attention saves
 its output and its log-sum-exp, and not q, k, v.
@@ -220,7 +220,7 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
     `fn` may have no side effects that the checkpointed function reads: its effects are those of the
     forward alone. An attribute that `fn` sets, for instance, has the value of its last call when
     the recompute reads it, and gradients are silently wrong. `debug=True` finds that: it skips the
-    region as ever, and compares the rest with the forward bit by bit.
+    region, too, and compares the rest with the forward bit by bit.
 
     Args:
         fn: any function. The tensors among its arguments, in plain containers too, are the region's

@@ -27,7 +27,7 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         module = search.modules[name]
         if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
             continue
-        # at other levels their forward runs as ever
+        # at other levels they are not swapped
         if not search.has(name, "attention") or search.save != "inputs":
             continue
         kind = type(module)

@@ -37,9 +37,9 @@ RERUN = MatchedBlock("recomputed", (), "")
 
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
-# attributes of the module: the calls that gain little and run as ever, a `_LittleGain` or None;
-# its level; the kinds of the functions by which it mixes tokens
-LITTLE_GAIN = "_fusedckpt_unseen"
+# attributes of the module: the calls that are not recomputed, a `_LittleGain` or None; its level;
+# the kinds of the functions by which it mixes tokens
+LITTLE_GAIN = "_fusedckpt_little_gain"
 SAVE = "_fusedckpt_save"
 MIXES = "_fusedckpt_mixes"
 
@@ -55,7 +55,7 @@ class _CallOptions(NamedTuple):
 
 
 class _LittleGain(NamedTuple):
-    """The calls of a module that run as ever, as running them again gains little."""
+    """The calls of a module that are not recomputed, as that gains little."""
 
     options: _CallOptions
     shape: torch.Size
@@ -66,7 +66,7 @@ class _LittleGain(NamedTuple):
 class Recomputed(Swapped):
     """The forward of a module's own class, recomputed in backward but for attention and scans.
 
-    At the levels "gate" and "preact" the forward of an attention module runs as ever.
+    At the levels "gate" and "preact" an attention module is not recomputed.
     """
 
     # of an MLP that no program computes: the state that was recorded
@@ -144,7 +144,7 @@ class Recomputed(Swapped):
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
 
     def _learn(self, x: Tensor, y: Any, options: _CallOptions) -> None:
-        """Note that attention or a scan runs again; where it gains little, later calls are as ever.
+        """Note that attention or a scan runs again; if it gains little, recompute no later calls.
 
         That is where attention is no region, and saves little itself.
         """

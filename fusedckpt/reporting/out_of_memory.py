@@ -254,8 +254,8 @@ def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
     On stderr: the bytes in use by the module that allocated them, and the largest tensors with the
     line that allocated each. Memory from before this call, such as the parameters, is "(earlier)".
     If `plan` measured plans of this model in this process, the fastest that fits is named.
-    The error is torch's own and is raised as ever; `watch.last` keeps the report, `watch.remove()`
-    ends it all.
+    The error is torch's own and is raised unchanged; `watch.last` has the report, and
+    `watch.remove()` ends the watch.
 
     It is for a run that fails: until then each call of a module reads the allocator's statistics
     twice, and each allocation notes the lines of Python that run. A history that you record with
