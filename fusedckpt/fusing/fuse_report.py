@@ -20,7 +20,7 @@ from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential
 
 # the attribute of a model with recipes: why its last call saved none
-RECIPES = "_fusedckpt_no_recipes"
+RECIPES_OBSTACLE = "_fusedckpt_no_recipes"
 # classes that a report names where it found nothing
 _MOST_CLASSES = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
@@ -127,8 +127,8 @@ class FuseReport:
         """Yield the classes where nothing was found, and the call that measures a step."""
         model = self._model_now()
         attributes = {} if model is None else vars(model)
-        if RECIPES in attributes:
-            obstacle = attributes[RECIPES]
+        if RECIPES_OBSTACLE in attributes:
+            obstacle = attributes[RECIPES_OBSTACLE]
             yield "recipes: results of cheap functions are made again in backward" + (
                 f"; not in the last call: {obstacle}" if obstacle else ""
             )

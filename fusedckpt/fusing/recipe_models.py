@@ -16,7 +16,7 @@ from fusedckpt.autograd.dispatch import is_recorded
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
 from fusedckpt.fusing import chain_kernels, recipe_mode
-from fusedckpt.fusing.fuse_report import RECIPES
+from fusedckpt.fusing.fuse_report import RECIPES_OBSTACLE
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
@@ -61,7 +61,7 @@ class WithRecipes(nn.Module):
                 return original.forward(self, *args, **kwargs)
             obstacle = _obstacle(args)
             if torch.is_grad_enabled():
-                self.__dict__[RECIPES] = obstacle
+                self.__dict__[RECIPES_OBSTACLE] = obstacle
             if obstacle is not None:
                 return original.forward(self, *args, **kwargs)
             with recipes_on(self):
@@ -74,7 +74,7 @@ def find_recipe_model(model: nn.Module, search: Search) -> None:
     """Let the forward of a model, which may be a block itself, save recipes."""
     if isinstance(model, WithRecipes):
         return
-    without_obstacle = {RECIPES: None}
+    without_obstacle = {RECIPES_OBSTACLE: None}
     for place, (module, swap) in enumerate(search.swaps):
         if module is model:
             swap = replace(

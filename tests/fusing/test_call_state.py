@@ -431,7 +431,7 @@ def test_copies_no_mask():
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_saves_nothing_where_nothing_needs_a_gradient(kind):
-    from test_again import Odd
+    from test_recomputed_call import Odd
 
     module = Attention(Case()) if kind == "attention" else Odd()
     model = nn.Sequential(nn.LayerNorm(module.out.out_features), module).to(DEVICE)
