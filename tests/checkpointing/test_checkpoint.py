@@ -1,4 +1,4 @@
-"""checkpoint equals the plain call bit for bit: values, gradients, arguments, outputs (C1-C7)."""
+"""checkpoint equals the plain call bit for bit: values, gradients, arguments, outputs."""
 
 import random
 from collections import OrderedDict, namedtuple

@@ -1,4 +1,4 @@
-"""Every way to ask autograd for gradients through a checkpoint (C10-C19, C33)."""
+"""Every way to ask autograd for gradients through a checkpoint."""
 
 import weakref
 from functools import partial

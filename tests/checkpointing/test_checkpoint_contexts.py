@@ -1,4 +1,4 @@
-"""Checkpoints among other checkpoints, hooks, threads, modes and compilers (C23-C26, C28, C30)."""
+"""Checkpoints among other checkpoints, hooks, threads, modes and compilers."""
 
 import itertools
 import threading

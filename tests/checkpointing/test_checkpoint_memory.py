@@ -1,4 +1,4 @@
-"""What a checkpoint leaves behind: nothing (C13, C29); and what it costs beside torch's."""
+"""A checkpoint leaves nothing behind, and its cost beside torch's."""
 
 import gc
 import weakref

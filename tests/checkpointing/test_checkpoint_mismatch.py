@@ -1,4 +1,4 @@
-"""Errors in a checkpoint, and recomputes that do something else (C20-C22, C31)."""
+"""Errors in a checkpoint, and recomputes that do something else."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""A module that is checkpointed in place is itself to what reads, copies, shards it (C27)."""
+"""A module that is checkpointed in place is the same to code that reads, copies, shards it."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_refused(module, options, match):
 
 
 def test_data_parallel(tmp_path):
-    """C27: DDP, FSDP1 and FSDP2, by one process per rank; see checkpoint_ranks.py."""
+    """DDP, FSDP1 and FSDP2, by one process per rank: checkpoint_ranks.py."""
     import checkpoint_ranks
 
     run_ranks(checkpoint_ranks.main, tmp_path)

@@ -1,4 +1,4 @@
-"""What holds for every function alike: values and gradients, no writes, the eager reference."""
+"""Contracts of all functions: values and gradients, no writes, the eager reference."""
 
 import random
 from functools import partial

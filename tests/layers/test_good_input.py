@@ -1,4 +1,4 @@
-"""What torch takes and looks odd is taken, and means the same."""
+"""Unusual input that torch takes is taken, and means the same."""
 
 from __future__ import annotations
 

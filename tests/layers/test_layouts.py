@@ -1,4 +1,4 @@
-"""Whatever the strides of what a function gets, keeps or is sent back, its numbers are eager's."""
+"""For any strides of inputs, saved tensors and gradients the numbers are eager's."""
 
 import pytest
 import torch

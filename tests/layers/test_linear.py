@@ -1,4 +1,4 @@
-"""linear_act and Linear: what is kept, what is computed, which kernel runs, what is refused."""
+"""linear_act and Linear: saved bytes, recomputation, the kernel that runs, refusals."""
 
 import pytest
 import torch

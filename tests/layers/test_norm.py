@@ -1,4 +1,4 @@
-"""The norms: what is kept, long rows, mixed dtypes, casts, the add forms, what is refused."""
+"""The norms: saved bytes, long rows, mixed dtypes, casts, the add forms, refusals."""
 
 import inspect
 from itertools import product

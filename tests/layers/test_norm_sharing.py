@@ -1,4 +1,4 @@
-"""A layer after a norm keeps the norm's input, unless it might show; nobody else can tell."""
+"""A layer after a norm saves the norm's input in place of its own, where nothing can tell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Backward for some inputs computes their gradients, all of them, no others, at no other's cost."""
+"""Backward for some inputs computes their gradients alone, at the cost of these alone."""
 
 from __future__ import annotations
 

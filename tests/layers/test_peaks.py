@@ -1,4 +1,4 @@
-"""How high functions climb, mlp and gated_mlp to the byte: every tensor at the worst moment."""
+"""The peaks of functions, of mlp and gated_mlp to the byte: all tensors at the worst moment."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a call comes down to is remembered: whatever it depends on is seen to change."""
+"""A decision is remembered for equal calls: a change of anything that it depends on is seen."""
 
 import pytest
 import torch

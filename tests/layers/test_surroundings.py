@@ -1,4 +1,4 @@
-"""Layers in what torch puts around modules: the eager layers work there, and so do ours, alike."""
+"""Layers in the tools that torch puts around modules: they work as torch's own layers do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bias that no gradient reads is not in autograd's custody: it may be written before backward."""
+"""A bias that no gradient reads is not saved by autograd: code may write it before backward."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Two ranks: what they agree on before one plans for both, and steps under that plan."""
+"""Two ranks agree before one of them plans for both, and take steps under that plan."""
 
 from __future__ import annotations
 

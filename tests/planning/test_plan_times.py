@@ -1,4 +1,4 @@
-"""The extra time that a plan claims: what is measured, and what is printed of it."""
+"""The extra time that a plan claims: its measurement, and the text on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code between units: what is planned, predicted and shown is what runs."""
+"""Code between units: the plan that is predicted and shown is the one that runs."""
 
 import copy
 import random

@@ -1,4 +1,4 @@
-"""Units that return more than the next one needs: what is made, handed on and used is counted."""
+"""Units that return more than the next one needs: all of these tensors are counted."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""What one does with a plan: apply, copy, save and load, draw, and take it elsewhere."""
+"""The life of a plan: apply, copy, save and load, draw, and use it on another model."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""What plan refuses before any work, what it names, and what it leaves as it is."""
+"""Errors of plan before any work, the names in them, and that nothing is changed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is printed when a GPU's memory runs out."""
+"""The report that is printed when a GPU's memory runs out."""
 
 import pytest
 import torch
