@@ -229,17 +229,20 @@ def _match_with_dropouts(
         if any((name,) in log.reads.get(path, {}) for log in logs)
     ]
     rate_by_tensor: dict[str, Rate] = {}
+    shape = recordings[0].shapes[0]
     for rate in rates:
-        tensors = _dropped_by(module, recordings[0].shapes[0], rate, block)
+        tensors = _dropped_by(module, shape, rate, block)
         if not rate_by_tensor.keys() & tensors:
             rate_by_tensor |= dict.fromkeys(tensors, rate)
+    result_rate = rate_by_tensor.get("result")
     return MLPMatch(
         block,
         guards_of(logs, rates),
         dtypes,
         zero_rates=tuple(rate for rate in rates if rate not in rate_by_tensor.values()),
         hidden_rate=rate_by_tensor.get("hidden"),
-        result_rate=rate_by_tensor.get("result"),
+        result_rate=result_rate,
+        writes_result=result_rate is not None and _writes_result(module, shape, result_rate),
     )
 
 
@@ -269,6 +272,13 @@ def _dropped_by(
     if not is_module and tensors != ["result"]:
         return []
     return tensors if block_of(replace(recording, y=y)) == block else []
+
+
+def _writes_result(module: nn.Module, shape: tuple[int, ...], rate: Rate) -> bool:
+    """Whether the dropout of a module's result writes over it."""
+    path, name = rate
+    y = record(module, shape, training=True, rate=((*path, name), 1.0)).y
+    return y is not None and y.name.endswith("_")
 
 
 def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bool:

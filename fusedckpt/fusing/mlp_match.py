@@ -54,6 +54,8 @@ class MLPMatch(NamedTuple):
     hidden_rate: Rate | None = None
     # the rate of the dropout of the result
     result_rate: Rate | None = None
+    # whether that one writes over the result: on a GPU it draws other numbers then
+    writes_result: bool = False
 
 
 def rates_above_zero(module: nn.Module, match: Any) -> Iterator[Rate]:

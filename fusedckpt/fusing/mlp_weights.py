@@ -44,7 +44,7 @@ def _rate_now(module: nn.Module, rate: Rate | None) -> float:
 def with_result_dropout(module: nn.Module, match: MLPMatch, y: Tensor) -> Tensor:
     """Return a result after its dropout, which draws as before."""
     rate = _rate_now(module, match.result_rate)
-    return functional.dropout(y, rate) if rate else y
+    return functional.dropout(y, rate, inplace=match.writes_result) if rate else y
 
 
 def linear_operands(

@@ -216,7 +216,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 
 class _MasksOfBytes(TorchFunctionMode):
-    """Runs dropouts on meta as a GPU does: a mask has a byte for each element, as it has there."""
+    """Runs dropouts on meta as a GPU does: a mask has a byte for each element, if not in place."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -229,8 +229,9 @@ class _MasksOfBytes(TorchFunctionMode):
 def _native_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    runs = training and 0 < p < 1
-    return torch.native_dropout(input, p, True)[0] if runs else F.dropout(input, p, training)
+    if training and 0 < p < 1 and not inplace:
+        return torch.native_dropout(input, p, True)[0]
+    return F.dropout(input, p, training, inplace)
 
 
 def saved_per_token(

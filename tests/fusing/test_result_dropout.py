@@ -10,6 +10,7 @@ from own_mlps import DropsAfter, Gated, Plain, Rate, is_fused
 from support import DEVICE, randn, saved_bytes
 from swap_cases import results
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusedckpt import fuse, report
 from fusedckpt.layers.fallbacks import NotFused
@@ -49,6 +50,17 @@ MAKES = {
     "in place": (partial(Dropping, in_place), "drop_rate"),
     "module": (DropsAfter, "drop.p"),
 }
+
+
+class WrittenByModule(DropsAfter):
+    def __init__(self, p=P):
+        super().__init__()
+        self.drop = nn.Dropout(p, inplace=True)
+
+
+DRAWS = {name: (make, name == "in place") for name, (make, _) in MAKES.items()}
+DRAWS["module in place"] = (WrittenByModule, True)
+MAKES["module in place"] = (WrittenByModule, "drop.p")
 
 
 class Both(Plain):
@@ -93,6 +105,36 @@ def test_it_trains_fused_and_draws_what_it_did(make, rate, p):
     assert said.fallbacks == {}
     [found] = report(module, x.detach()).fused
     assert (found.reason, found.extra_bytes) == (None, 0)
+
+
+class Drawing(TorchDispatchMode):
+    """Notes the operations of a dropout: the first draw, and products behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.partition(".")[0]
+        is_draw = name in ("bernoulli_", "native_dropout")
+        if is_draw or (self.names and name in ("mul", "mul_")):
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("make", "is_in_place"), DRAWS.values(), ids=list(DRAWS))
+def test_it_draws_by_the_same_operations(make, is_in_place):
+    """A GPU's dropout draws other numbers in place than out of place."""
+    module, eager = pair(make, p=P)
+    assert fuse(module).swapped
+    x, names = randn(T, D, dtype=torch.float64), []
+    for model in (module, eager):
+        with Drawing() as drawing:
+            model(x)
+        names.append(drawing.names)
+    assert names[0] == names[1]
+    assert ("mul_" in names[0]) == is_in_place
+    assert is_fused(module.eval(), x)
 
 
 def test_it_saves_the_input_and_a_mask():
