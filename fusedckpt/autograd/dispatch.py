@@ -240,7 +240,13 @@ def decide(options: Decided, *tensors: Any) -> Decision:
     # no hooks on saved tensors, and no backward that may be a checkpoint's: no phase to look for
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.phase_of_layer() if grad and not is_free else None
-    reference_only = DISABLED or private.are_transforms_active() or private.forward_level() >= 0
+    num_function_modes = private.num_function_modes()
+    reference_only = (
+        DISABLED
+        or private.are_transforms_active()
+        or private.forward_level() >= 0
+        or (num_function_modes > 0 and tracker.has_foreign_modes())
+    )
     # quicker than appending
     metas: list[Any] = [None] * len(tensors)
     for place, t in enumerate(tensors):
@@ -253,9 +259,7 @@ def decide(options: Decided, *tensors: Any) -> Decision:
         ):
             return _decided_anew(options, tensors, reference_only)._replace(phase=phase)
         metas[place] = t.shape, t.dtype, t.device
-    has_modes = private.num_dispatch_modes() or (
-        private.num_function_modes() and tracker.num_other_modes()
-    )
+    has_modes = private.num_dispatch_modes() or (num_function_modes and tracker.num_other_modes())
     context = (
         grad,
         autocast_dtype(tensors[0].device) if metas[0] and private.is_any_autocast_on() else None,

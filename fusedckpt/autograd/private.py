@@ -105,7 +105,8 @@ assert_later: Callable[[Tensor, str], None] = _probe("_assert_async", _none)
 # goes through torch's ops; or to be under torch.func, and runs its eager reference
 num_dispatch_modes: Callable[[], int] = _probe("_C._len_torch_dispatch_stack", _true)
 num_function_modes: Callable[[], int] = _probe("_C._len_torch_function_stack", _true)
-# the innermost function mode, None outside of any, and a context without it
+# all function modes; the innermost one, None outside of any; and a context without it
+function_modes: Callable[[], list[Any]] = _probe("overrides._get_current_function_mode_stack", list)
 function_mode: Callable[[], Any] = _probe("overrides._get_current_function_mode", _none)
 without_function_mode: Any = _probe("overrides._pop_mode_temporarily", nullcontext)
 is_profiled: Callable[[], bool] = _probe("autograd._profiler_enabled", _true)
@@ -380,14 +381,14 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _probe("_global_backward_pre_hooks", {}, _OF_MODULES),
     _probe("_global_backward_hooks", {}, _OF_MODULES),
 )
-# packages whose hooks on all modules count and name calls
-_COUNTING = "torch.", "fusedckpt."
+# packages whose hooks on all modules, and function modes, change no result
+KNOWN_PACKAGES = "torch.", "fusedckpt."
 
 
 def has_foreign_global_hooks() -> bool:
     """Whether code beside torch and ours has hooks on all modules, which may change results."""
     modules = (getattr(f, "__module__", None) for kind in GLOBAL_HOOKS for f in kind.values())
-    return not all(str(module).startswith(_COUNTING) for module in modules)
+    return not all(str(module).startswith(KNOWN_PACKAGES) for module in modules)
 
 
 def remove_global_hook(handle: Any) -> None:

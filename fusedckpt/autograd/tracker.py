@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.private import num_function_modes
+from fusedckpt.autograd.private import KNOWN_PACKAGES, function_modes, num_function_modes
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 
 # the longest chain of functions that backward runs again
@@ -322,3 +322,14 @@ def tracking(tracker: Tracker | None) -> Iterator[None]:
 def num_other_modes() -> int:
     """Return the number of function modes around a call, but for the one of a tracker."""
     return max(0, num_function_modes() - (active() is not None))
+
+
+def has_foreign_modes() -> bool:
+    """Whether code beside torch and ours has a function mode here, which may change functions.
+
+    Callers ask for the number of modes first, which takes no call of Python's. torch.compile traces
+    modes itself.
+    """
+    if torch.compiler.is_compiling() or not num_other_modes():
+        return False
+    return not all(type(m).__module__.startswith(KNOWN_PACKAGES) for m in function_modes())

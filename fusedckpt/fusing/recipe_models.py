@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import phases, private, tracker
 from fusedckpt.autograd.dispatch import is_recorded
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
@@ -94,6 +94,8 @@ def _obstacle(args: Sequence[Any]) -> str | None:
         return "it ran without gradients"
     if private.are_transforms_active() or is_recorded(args[0] if args else None):
         return "it was traced or transformed"
+    if private.num_function_modes() and tracker.has_foreign_modes():
+        return "a function mode of other code may change functions"
     if active() is not None:
         return "a model around it has recipes"
     if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):

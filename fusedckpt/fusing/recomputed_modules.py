@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels, origins, phases
+from fusedckpt.autograd import dispatch, levels, origins, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
@@ -122,6 +122,9 @@ class Recomputed(Swapped):
 
     def _obstacle(self, values: tuple[Any, ...]) -> NotFused | None:
         """Return why a call with these arguments cannot be made twice."""
+        if private.num_function_modes() and tracker.has_foreign_modes():
+            # backward may run outside of the mode
+            return NotFused("mode")
         if self._fusedckpt_match is not None:
             return self._mlp_obstacle(self._fusedckpt_match, values)
         for value in values:

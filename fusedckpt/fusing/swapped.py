@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.fusing.subclass import made_of, refuse_script
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -50,7 +50,10 @@ class Swapped(nn.Module):
             is_taken = len(tensors) == self._fusedckpt_count
             for x in tensors:
                 is_taken = is_taken and isinstance(x, Tensor)
-            y = self._fused(*tensors) if is_taken else NotFused("arguments")
+            if private.num_function_modes() and tracker.has_foreign_modes():
+                y = NotFused("mode")
+            else:
+                y = self._fused(*tensors) if is_taken else NotFused("arguments")
             if not isinstance(y, NotFused):
                 return y
             fallbacks.note_fallback(self, y)

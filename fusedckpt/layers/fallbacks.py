@@ -47,6 +47,10 @@ WORDS = {
         "its attention is no call of torch's or transformers' functions, and saves little",
         'attn_implementation="sdpa" is one',
     ),
+    "mode": (
+        "a function mode that is not torch's is active, and may change functions",
+        "leave the mode around its call",
+    ),
     "logits": ("{}, and computes its logits", "call fusedckpt.functional.linear_cross_entropy"),
     "dtype": (
         "its input is {}, a dtype that was not proven equal, or not that of its weights",
