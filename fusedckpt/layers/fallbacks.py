@@ -41,7 +41,7 @@ WORDS = {
     ),
     "again": (
         "its {} would save more than four times its result, and runs again in backward",
-        "set its dropout to 0, or skip it",
+        "skip it, or set its dropout to 0 if it has one",
     ),
     "unseen": (
         "its attention is no call of torch's or transformers' functions, and saves little",
