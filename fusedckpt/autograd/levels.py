@@ -9,7 +9,7 @@ from typing import Any
 
 from fusedckpt.autograd import arguments
 
-# from the least kept to the most
+# from the fewest saved bytes to the most
 LEVELS = ("inputs", "gate", "preact")
 
 

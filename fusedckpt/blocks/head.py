@@ -67,7 +67,7 @@ class Statistics(Op):
 class HeadOptions(NamedTuple):
     """The options of a head, as of any call of linears (programs.py), with a target."""
 
-    # in errors
+    # the name in errors
     name: str
     # how logits come from the linear
     rule: LogitRule

@@ -46,13 +46,13 @@ class BlockOptions(NamedTuple):
     mlp, gated_mlp: x -> norm -> linears -> hidden layer -> last linear -> plus x
     """
 
-    # in errors about tensors
+    # the name in errors about tensors
     name: str
-    # in errors about options
+    # the name in errors about options
     caller: str
     # the names of the weights, and their adapters
     linears: Linears
-    # by any of its names, None for none
+    # the activation, by any of its names; None for none
     activation: str | None = None
     # the norm before, without its tensors
     norm: NormSpec | None = None

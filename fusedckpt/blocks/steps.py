@@ -76,9 +76,9 @@ class Norm(Op):
 class Gemm(Op):
     """y = x W' + b; or, of an adapter, y = total + scale x W', written over the total."""
 
-    # that it multiplies in, and of y
+    # the dtype that it multiplies in, and of y
     dtype: torch.dtype
-    # of the product
+    # the factor of the product
     scale: float = 1.0
     # of the gradient of x, None for `dtype`
     grad_dtype: torch.dtype | None = None
@@ -200,7 +200,7 @@ class Hidden(Op):
         return [code.call(kernels.hidden, *args, over={"out": reads[::-1]})]
 
     def with_gemm(self, code: Writer, x: Node, linear: Sequence[Any], keeps: bool) -> list[Node]:
-        """Write h = act(x W' + b), and z where it is kept, by one kernel."""
+        """Write h = act(x W' + b), and z if `keeps`, by one kernel."""
         return code.items(code.call(kernels.linear_then_act, x, *linear, self.activation, keeps), 2)
 
     def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
@@ -258,7 +258,7 @@ class Dropout(Op):
     p: float
     # the number of its seed among those of the call
     seed: int
-    # that it reads x in, None for that of x
+    # the dtype that it reads x in, None for that of x
     dtype: torch.dtype | None = None
     casts = True
     gradients = (("r0", ("p0",)),)

@@ -57,7 +57,7 @@ def checkpoint_sequential(
     buffers are restored.
 
     No segment starts at a function that modifies its input in place: it starts after that function,
-    and the tensors that the function saves are kept.
+    and the tensors that the function saves stay saved.
 
     Raises:
         ValueError: `segments` is invalid, `checkpoint` has no such option, or `use_reentrant` is

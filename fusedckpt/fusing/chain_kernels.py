@@ -216,6 +216,11 @@ def _channel_norm(end: _Call) -> Callable[[], Tensor] | None:
 def _of_statistics(
     end: _Call, call: _Call, activation: str, added: tuple[Any, Made], chain: _Chain
 ) -> Callable[[], Tensor] | None:
+    """Return the launch of a chain over a norm's statistics, None where no kernel takes it.
+
+    end: the last function; call: the norm; added: the residual, None where absent, and the recipe
+    that reads it.
+    """
     options = call.named(_WITH_STATISTICS[call.func])
     norm = call.made
     num_given = sum(isinstance(value, _VIEWS) for value in options.values())
@@ -223,7 +228,7 @@ def _of_statistics(
         # without statistics
         return None
     x = options["input"]
-    (residual, owner) = added
+    residual, owner = added
     # a channel's numbers lie in one piece, in all samples alike
     is_dense = x.offset == 0 and (x.size, x.stride) == end.made.layouts[0][:2]
     is_like = residual is None or residual.stride == x.stride
@@ -305,6 +310,10 @@ def _row_norm(made: Made) -> _RowNorm | None:
 def _of_rows(
     end: _Call, product: Made, norm: _RowNorm, factor: View, shift: View | None, chain: _Chain
 ) -> Callable[[], Tensor] | None:
+    """Return the launch of a modulated norm, None where no kernel takes it.
+
+    product: the recipe that reads the factor; end reads the shift.
+    """
     layout = end.made.layouts[0]
     x = norm.x
     n = x.size[-1]
