@@ -33,7 +33,7 @@ class Change(NamedTuple):
 
     # of the profiler's clock
     time_ns: int
-    # of the block's first byte
+    # the address of the block's first byte
     address: int
     # of the block, below 0 for a free
     nbytes: int

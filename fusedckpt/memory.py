@@ -211,7 +211,7 @@ def saved_tensors(
 class Phase(NamedTuple):
     """The part of a run from a marker to the next one."""
 
-    # of the marker at its start
+    # the name of the marker at its start
     name: str
     # live bytes at its start
     start: int

@@ -114,9 +114,9 @@ class Packed:
     # a parameter or another leaf, or an Argument, that the tensor is or is a view of; None where
     # only a recompute brings the tensor back
     source: TensorWeakRef | Argument | None
-    # of a view of the source
+    # the layout of a view of the source
     layout: tuple[Any, ...] | None
-    # of the source, in the forward
+    # the version of the source, in the forward
     version: int
 
     def of(self, source: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class Provisional(NamedTuple):
 
     packed: Packed
     tensor: Tensor
-    # of the tensor, when it was saved
+    # the version of the tensor, when it was saved
     version: int
 
 

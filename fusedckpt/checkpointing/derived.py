@@ -15,9 +15,9 @@ class Derived(NamedTuple):
 
     # the number of the input
     number: int
-    # of a view: size, stride, and the offset from that of the input
+    # the layout of a view: size, stride, and the offset from that of the input
     layout: tuple[Any, Any, Any] | None
-    # of the input
+    # the strides of the input
     stride: tuple[int, ...]
 
     def of(self, inputs: Sequence[Tensor]) -> Tensor:

@@ -48,7 +48,7 @@ _STOCK = (
 class Record(NamedTuple):
     """A call of a region in a forward."""
 
-    # of the region
+    # the name of the region
     name: str
     # for each tensor saved inside, how a recompute derives it; None for a tensor that stays saved
     derived: Sequence[Derived | None] = ()

@@ -58,7 +58,7 @@ class Level:
 class Unit:
     """A module, or several in a row, that runs as a whole. Bytes and peaks are of a whole step."""
 
-    # of its module, or of the first of its modules
+    # the name of its module, or of the first of its modules
     name: str
     # the ways in which it may save its tensors, of distinct names
     levels: tuple[Level, ...]
@@ -221,7 +221,7 @@ class Outcome:
 
     # its levels and segments, in the order of the units
     items: tuple[Item, ...]
-    # of a whole step
+    # the peak of a whole step
     peak_bytes: int
     # ms per step beyond one that saves everything
     extra_ms: float

@@ -14,7 +14,7 @@ MOST_UNITS = 512
 class SurveyedUnit(NamedTuple):
     """A unit: a module, and modules beside it that save nothing, such as nn.Flatten."""
 
-    # of the module
+    # the name of the module
     name: str
     # the one that saves tensors for backward
     module: nn.Module

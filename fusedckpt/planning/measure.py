@@ -79,13 +79,13 @@ def measure_chain(
 class _UnitTimes(NamedTuple):
     """The ms that a unit takes."""
 
-    # of its forward at its fastest level
+    # ms of its forward at its fastest level
     forward: float
-    # by level, more than at the fastest one
+    # by level, ms more than at the fastest one
     extra: dict[str, float]
-    # of its recompute in a checkpoint of its own
+    # ms of its recompute in a checkpoint of its own
     recompute: float
-    # of its backward
+    # ms of its backward
     backward: float
 
 

@@ -95,9 +95,9 @@ class Reading:
 class _NodeSpan(NamedTuple):
     """The numbers of the nodes of autograd's graph that a unit's forward made."""
 
-    # of the first node
+    # the number of the first node
     first: float
-    # of the first node behind them
+    # the number of the first node behind them
     stop: float
     # the unit's number
     unit: int

@@ -201,7 +201,7 @@ class _Goal(NamedTuple):
     frees_late: bool
     # whether the units are the default ones
     has_default_units: bool
-    # of copies to the host, None without offload=True
+    # the rates of copies to the host, None without offload=True
     rates: CopyRates | None
     # whether the current activity is shown
     progress: bool

@@ -43,9 +43,9 @@ _LEAST = 0.5
 class StepPair(NamedTuple):
     """The times of two steps, one after the other."""
 
-    # of a step that saves everything
+    # the times of a step that saves everything
     plain: Times
-    # of a step under the plan
+    # the times of a step under the plan
     planned: Times
 
 

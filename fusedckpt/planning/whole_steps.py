@@ -17,9 +17,9 @@ T = TypeVar("T")
 class Times(NamedTuple):
     """The times of a step, without the optimizer's."""
 
-    # of the model's forward
+    # ms of the model's forward
     forward_ms: float
-    # of forward, loss and backward
+    # ms of forward, loss and backward
     step_ms: float
 
 

@@ -49,19 +49,19 @@ class Estimate:
     model: str
     # dtypes and shapes of the inputs
     inputs: str
-    # of all parameters
+    # bytes of all parameters
     parameter_bytes: int
-    # of the gradients of the parameters that are trained
+    # bytes of the gradients of the parameters that are trained
     gradient_bytes: int
     # the class of the optimizer
     optimizer: str
-    # of its state
+    # bytes of its state
     optimizer_bytes: int
-    # of a step before `fuse`
+    # the estimate of a step before `fuse`
     eager: StepEstimate
-    # of a step after `fuse`
+    # the estimate of a step after `fuse`
     fused: StepEstimate
-    # of `fuse` on the model
+    # the report of `fuse` on the model
     report: FuseReport
 
     def __str__(self) -> str:

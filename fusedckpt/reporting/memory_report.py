@@ -47,17 +47,17 @@ class MemoryReport:
     model: str
     # the device of the first parameter
     device: str
-    # of all parameters, those that only the optimizer has, too
+    # bytes of all parameters, those that only the optimizer has, too
     parameter_bytes: int
-    # of all buffers
+    # bytes of all buffers
     buffer_bytes: int
-    # of the tensors that the model gets
+    # bytes of the tensors that the model gets
     input_bytes: int
-    # of the optimizer's state, None without an optimizer
+    # bytes of the optimizer's state, None without an optimizer
     optimizer_bytes: int | None
-    # of the gradients that the step leaves
+    # bytes of the gradients that the step leaves
     gradient_bytes: int
-    # of parameters, buffers, inputs and optimizer that live on `device` when the step begins
+    # bytes of parameters, buffers, inputs and optimizer that live on `device` when the step begins
     resident_bytes: int
     # the storages that autograd saves for backward, with the names of the modules that saved them
     saved: tuple[SavedStorage, ...]

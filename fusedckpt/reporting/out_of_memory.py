@@ -94,11 +94,11 @@ class OutOfMemoryReport:
 
     # the name of the device
     device: str
-    # of the failed request
+    # bytes of the failed request
     requested_bytes: int
-    # of the device
+    # bytes of the device
     total_bytes: int
-    # of the device, without torch's cache
+    # bytes of the device, without torch's cache
     free_bytes: int
     # the module that ran its forward
     running: str

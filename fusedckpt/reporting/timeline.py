@@ -41,7 +41,7 @@ class Moment(NamedTuple):
 
     # nanoseconds since the step began
     time_ns: int
-    # of all memory in use
+    # bytes of all memory in use
     live_bytes: int
     # forward, backward or optimizer
     phase: str
@@ -56,7 +56,7 @@ class Moment(NamedTuple):
 class ModuleBlock(NamedTuple):
     """A block of memory that a module allocated."""
 
-    # of its first byte
+    # the address of its first byte
     address: int
     # its size
     nbytes: int
