@@ -119,8 +119,7 @@ def compare(
     for index, errors in enumerate(sums):
         problem = errors.problem(slack=slack)
         assert problem is None, f"result {index}: {problem}"
-        mine, eagers, _ = errors.rms()
-        worst = max(worst, mine / eagers if eagers else 0.0)
+        worst = max(worst, errors.sizes().ratio)
     return worst
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,22 @@ def _states_in(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
                     yield place, name, x
 
 
-def _state_of(tensor: Tensor) -> tuple[int, int, Note]:
-    # batch_norm writes without a new version, a power iteration may write the same values
-    return id(tensor), tensor._version, note_of(tensor)
+class _TensorState(NamedTuple):
+    """A tensor as it is at some time."""
+
+    # its id
+    key: int
+    version: int
+    # of its values: batch_norm writes without a new version, and a power iteration may write the
+    # same values with one
+    note: Note
 
 
-def _is_unwritten(before: tuple[int, int, Note] | None, tensor: Tensor) -> bool:
+def _state_of(tensor: Tensor) -> _TensorState:
+    return _TensorState(id(tensor), tensor._version, note_of(tensor))
+
+
+def _is_unwritten(before: _TensorState | None, tensor: Tensor) -> bool:
     """Whether a tensor is as noted before, or was made since."""
     if before is None:
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,22 @@ def bound(truth: float, dtype: torch.dtype, *, floor: float = FLOOR) -> float:
     return floor * torch.finfo(dtype).eps * max(1.0, abs(truth))
 
 
+class ErrorSizes(NamedTuple):
+    """Root mean squares of one result over draws."""
+
+    # the size of our error
+    ours: float
+    # the size of eager's error in the same dtype
+    eager: float
+    # the size of the true values
+    truth: float
+
+    @property
+    def ratio(self) -> float:
+        """Our error relative to eager's, 0 where eager is exact."""
+        return self.ours / self.eager if self.eager else 0.0
+
+
 @dataclass
 class Errors:
     """Squared errors of one result against float64, summed over draws."""
@@ -86,12 +103,10 @@ class Errors:
         """Whether there are elements, and too few of them for the rule."""
         return 0 < self.count < FEWEST
 
-    def rms(self) -> tuple[float, float, float]:
-        """Return the root mean squares: our error, eager's error, the truth."""
-        mine, eager, truth = (
-            math.sqrt(x / max(1, self.count)) for x in (self.ours, self.eager, self.truth)
-        )
-        return mine, eager, truth
+    def sizes(self) -> ErrorSizes:
+        """Return the root mean squares of both errors and of the truth."""
+        sums = (self.ours, self.eager, self.truth)
+        return ErrorSizes(*[math.sqrt(x / max(1, self.count)) for x in sums])
 
     def problem(
         self, *, slack: float = SLACK, floor: float = FLOOR, least: float = 1.0
@@ -103,7 +118,7 @@ class Errors:
         if self.is_few:
             text = f"the error rule needs {FEWEST} elements, not {self.count}: use `bound`"
             raise ValueError(text)
-        ours, eager, truth = self.rms()
+        ours, eager, truth = self.sizes()
         limit = allowed(eager, truth, self.dtype, slack=slack, floor=floor, least=least)
         # so written, a NaN fails
         if not self.strays and ours <= limit:

@@ -58,8 +58,7 @@ def judge(results: Results | float) -> tuple[float, str | None]:
         errors.add(ours, eager.to(ours.dtype), truth)
         problem = errors.problem()
         problems += [f"result {index}: {problem}"] if problem else []
-        our_error, eager_error, _ = errors.rms()
-        worst = max(worst, our_error / eager_error if eager_error else 0.0)
+        worst = max(worst, errors.sizes().ratio)
     return worst, "; ".join(problems) or None
 
 
