@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
 from fusedckpt.fusing.guards import child_at
-from fusedckpt.fusing.replica import Draw, replica, undisturbed
+from fusedckpt.fusing.replica import Draw, Path, replica, undisturbed
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import saved_tensors
@@ -258,7 +258,13 @@ def _saved_bytes(
         id(p): torch.empty(p.shape, dtype=dtype or p.dtype, device="meta").requires_grad_()
         for p in module.parameters()
     }
-    clone = replica(module, lambda p, _: leaves[id(p)], training=True)
+
+    def enter(part: nn.Module, _: Path) -> tuple[type, dict[str, Any]]:
+        # torch mixes a buffer with tensors on meta only if it is one number, on a CPU
+        buffers = {n: None if b is None else b.to("meta") for n, b in part._buffers.items()}
+        return type(part), {"_buffers": buffers}
+
+    clone = replica(module, lambda p, _: leaves[id(p)], training=True, enter=enter)
     if is_swapped:
         swap.apply(clone)
         match = swap.attributes.get("_fusedckpt_match")

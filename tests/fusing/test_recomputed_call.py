@@ -214,6 +214,32 @@ def test_a_recomputed_mlp(between):
     assert_same(*(step(model, BETWEEN[between]) for model in (eager, fused)))
 
 
+class OddScaled(Odd):
+    """With a buffer: as one of several numbers, one of one number on a GPU never met meta."""
+
+    def __init__(self):
+        super().__init__()
+        # so narrow that the comparison does not shrink it
+        self.q, self.out = nn.Linear(D, 8 * D), nn.Linear(8 * D, D)
+        self.register_buffer("gains", torch.linspace(0.5, 1.5, 8 * D))
+
+    def forward(self, x):
+        h = self.q(x) * self.gains
+        return self.out((h.sin() * h.cos().tanh()).cumsum(-1) * 0.1)
+
+
+def test_a_recomputed_mlp_with_a_buffer():
+    """Its bytes are counted on meta tensors, where its buffers must be, too."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), OddScaled()).double().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    said = fuse(fused)
+    assert said.swapped["1"] == "OddScaled -> recomputed"
+    before, after = said.saved["1"]
+    assert after < before / 2
+    assert_same(*(step(model) for model in (eager, fused)))
+
+
 def test_a_recomputed_mlp_in_a_full_graph():
     torch.manual_seed(0)
     eager = nn.Sequential(nn.LayerNorm(D), Odd()).to(DEVICE)
