@@ -17,7 +17,8 @@ import logging
 import warnings
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -128,20 +129,34 @@ def prepare(chosen: Namespace) -> Namespace:
 
 def run(chosen: Namespace) -> int:
     """Print the tables, and the medians of groups."""
-    warnings.simplefilter("ignore")
-    # libraries warn of kernels that a CPU has not
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
     layers = partial(_layers, is_verbose=chosen.verbose)
     parts = [(LANGUAGE, layers, LAYERS_FILE), (ZOO, _survey, FILE)]
     if chosen.whole:
         parts = [(WHOLE, _wholes, WHOLE_FILE)]
     for models, measure, file in parts:
         names = [name for name in chosen.models if name in models]
-        if rows := measure(names) if names else []:
+        with _quiet_on_one_thread():
+            rows = measure(names) if names else []
+        if rows:
             append(rows, chosen.out / file)
             print(f"wrote {chosen.out / file}")
     return 0
+
+
+@contextmanager
+def _quiet_on_one_thread() -> Iterator[None]:
+    """Let libraries not warn of kernels that a CPU has not, and torch take one thread."""
+    level = logging.root.manager.disable
+    num_threads = torch.get_num_threads()
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(num_threads)
+        logging.disable(level)
 
 
 def _wholes(names: Sequence[str]) -> list[Row]:

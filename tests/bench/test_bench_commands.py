@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -147,7 +148,12 @@ def test_layers_save_less_by_model(capsys, tmp_path):
     pytest.importorskip("transformers")
     from bench.results import read
 
+    torch.set_num_threads(2)
     assert command.main(["shares", "gpt2", "--verbose", f"--out={tmp_path}"]) == 0
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # the process is as before
+    assert (num_threads, logging.root.manager.disable) == (2, logging.NOTSET)
     out = capsys.readouterr().out
     assert "gpt2: fused" in out
     (row,) = (line for line in out.splitlines() if line.startswith("gpt2 "))
