@@ -144,10 +144,12 @@ def are_plain(*values: Any) -> bool:
     A value that is no tensor passes: it is refused by name later.
     """
     for value in values:  # a generator costs more
-        if isinstance(value, Tensor) and (
-            not is_plain(type(value)) or value.layout != torch.strided or value.is_nested
-        ):
-            return False
+        if isinstance(value, Tensor):
+            kind = type(value)
+            if not (kind is nn.Parameter or kind is Tensor or is_plain(kind)):
+                return False
+            if value.layout != torch.strided or value.is_nested:
+                return False
     return True
 
 

@@ -19,7 +19,7 @@ While `fuse` runs (fuser.py):
       |                        recognised by their numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
-      |                        (guards.py): the state for which that holds
+      |                        (match_reader.py): the state for which that holds
       | verification.py        compares outputs and gradients of replicas (replica.py) by the error
       |                        rule (accuracy.py), and counts saved bytes
       v
@@ -31,7 +31,8 @@ While `fuse` runs (fuser.py):
 In each call of a swapped module (swapped.py):
 
     fused_norms.py, fused_gated_norms.py, fused_mlps.py, fused_experts.py, tail.py
-        compare the guards, read the weights as they are now (mlp_weights.py, adapters.py), and call
+        read the state and the weights as they are now, by a reader that the match is compiled to
+        (match_reader.py; of MLPs mlp_reader.py, adapters.py), and call
         a function of `functional`; or return a NotFused, which is noted, and the original runs
     recomputed_modules.py
         runs the original in a checkpoint (recomputed_call.py), whose second run finds the state of

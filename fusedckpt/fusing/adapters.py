@@ -92,28 +92,34 @@ def rebuilt(module: nn.Module, change: Callable[[nn.Module], nn.Module]) -> nn.M
 
 def in_the_way(layer: nn.Module) -> str | None:
     """Return the part of a wrapper that is no plain LoRA now, None if all of it is."""
-    if not is_lora(layer):
-        return None
-    lora: Any = layer
-    if lora.disable_adapters and lora.merged:
-        return "an adapter that the next call unmerges"
-    if not (lora.disable_adapters or lora.merged):
-        problems = (_difference_from_lora(lora, name) for name in _active(lora))
-        if (problem := next(filter(None, problems), None)) is not None:
-            return problem
-    return in_the_way(lora.base_layer)
+    problem = adapted(layer, None)
+    return problem if isinstance(problem, str) else None
 
 
 def adapted(layer: nn.Module, weight: Any) -> Any:
-    """Return the operand for a layer's weight: the weight, under the adapters active now."""
+    """Return the operand for a layer's weight: the weight, under the adapters active now.
+
+    Where a part of a wrapper is no plain LoRA now, its description is returned, a string.
+    """
     if not is_lora(layer):
         return weight
     lora: Any = layer
-    weight = adapted(lora.base_layer, weight)
-    for name in () if lora.disable_adapters or lora.merged else _active(lora):
-        a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
-        rate = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-        weight = LoRA(weight, a.weight, b.weight, float(lora.scaling[name]), dropout=rate)
+    is_disabled, is_merged = lora.disable_adapters, lora.merged
+    if is_disabled and is_merged:
+        return "an adapter that the next call unmerges"
+    records = []
+    for name in () if is_disabled or is_merged else _active(lora):
+        a, b, dropout = parts = [lora._modules[part]._modules[name] for part in _PARTS]
+        problem = _difference_from_lora(lora, name, parts)
+        if problem is not None:
+            return problem
+        rate = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+        factors = a._parameters["weight"], b._parameters["weight"]
+        records.append((*factors, float(lora.scaling[name]), rate))
+    weight = adapted(lora._modules["base_layer"], weight)
+    if not isinstance(weight, str):
+        for *factors, rate in records:
+            weight = LoRA(weight, *factors, dropout=rate)
     return weight
 
 
@@ -127,21 +133,24 @@ def described_layers(module: nn.Module) -> Hashable:
 
 
 def _active(lora: Any) -> list[str]:
-    return [name for name in lora.active_adapters if name in lora.lora_A]
+    names = lora._modules["lora_A"]._modules
+    return [name for name in lora.active_adapters if name in names]
 
 
-def _difference_from_lora(lora: Any, name: str) -> str | None:
+def _difference_from_lora(lora: Any, name: str, parts: list[Any]) -> str | None:
     """Return how an adapter differs from s B(A(dropout(x))), None where it does not."""
     variant = lora.lora_variant.get(name)
     if variant is not None:
         return f"a {type(variant).__name__.removesuffix('LinearVariant')}"
-    a, b, dropout = (getattr(lora, part)[name] for part in _PARTS)
+    a, b, dropout = parts
     if type(a) is not nn.Linear or type(b) is not nn.Linear or has_hooks(a, b, dropout):
         return "an adapter that is hooked or sharded"
-    if b.bias is not None or not are_plain(a.weight, b.weight):
+    weights = a._parameters["weight"], b._parameters["weight"]
+    if b._parameters["bias"] is not None or not are_plain(*weights):
         return "an adapter with a bias or with weights of another class"
     scale = lora.scaling[name]
-    if not (isinstance(scale, Real) and math.isfinite(scale)):
+    is_real = type(scale) in (float, int) or isinstance(scale, Real)
+    if not (is_real and math.isfinite(scale)):
         return "an adapter whose scale is not a finite number"
     return None if type(dropout) in (nn.Dropout, nn.Identity) else f"a {type(dropout).__name__}"
 

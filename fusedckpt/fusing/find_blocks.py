@@ -21,7 +21,7 @@ from fusedckpt.fusing.match_experts import has_experts_parameters
 from fusedckpt.fusing.match_mlps import SequentialBlock, blocks_of, feed_forward_of
 from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.matcher import Matcher, swap_obstacle
-from fusedckpt.fusing.mlp_match import rates_above_zero
+from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import MARK, Part, Swap

@@ -13,7 +13,7 @@ from torch import nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.match_mlps import blocks_of
-from fusedckpt.fusing.mlp_match import rates_above_zero
+from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.swap import MARK, Original, Part
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused

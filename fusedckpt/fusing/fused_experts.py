@@ -12,7 +12,7 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantised import quantised
-from fusedckpt.fusing.guards import Guard, first_change
+from fusedckpt.fusing.match_reader import Guard, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.kernels.gating import Gating
 from fusedckpt.layers import fallbacks
@@ -36,6 +36,10 @@ class ExpertsMatch(NamedTuple):
     # whether the class's own forward computes the same, not transformers' functions alone
     is_own: bool = True
 
+    def reader(self) -> Reader:
+        """Return what reads the match's state in calls."""
+        return Reader(self.guards)
+
 
 class FusedExperts(Swapped):
     """Forward of experts of any class; saves the tensors that its level names."""
@@ -43,6 +47,7 @@ class FusedExperts(Swapped):
     save_levels = LEVELS
 
     _fusedckpt_match: ExpertsMatch
+    _fusedckpt_reader: Reader
     _fusedckpt_count = 3
     save: str
     chunks: int | None
@@ -74,7 +79,7 @@ class FusedDenseExperts(FusedExperts):
 def _experts(module: Any, x: Any, index: Any, scores: Any) -> Tensor | NotFused:
     """Return the result of a module's experts, or why this call cannot run fused."""
     match: ExpertsMatch = module._fusedckpt_match
-    if (change := first_change(module, match.guards)) is not None:
+    if (change := module._fusedckpt_reader.change(module)) is not None:
         return change
     operands = {name: _operand(module, name, match.is_transposed) for name in (*WEIGHTS, *BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing.guards import Guard, first_change
+from fusedckpt.fusing.match_reader import Guard, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -42,6 +42,10 @@ class GatedNormMatch(NamedTuple):
     # whether it may run under autocast
     autocasts: bool = True
 
+    def reader(self) -> Reader:
+        """Return what reads the match's state in calls."""
+        return Reader(self.guards)
+
     @property
     def words(self) -> str:
         """Describe the rule, for reports."""
@@ -54,6 +58,7 @@ class FusedGatedNorm(Swapped):
     """Forward of a norm with a gate of any class; saves only x and the gate."""
 
     _fusedckpt_match: GatedNormMatch
+    _fusedckpt_reader: Reader
     _fusedckpt_count = 2
     save_levels = ()
 
@@ -62,7 +67,7 @@ class FusedGatedNorm(Swapped):
         weight = None if match.weight is None else self._parameters.get(match.weight)
         if not dispatch.are_plain(x, gate, weight):
             return fallbacks.fallback_of(x, gate=gate, **{match.weight or "": weight})
-        if (change := first_change(self, match.guards)) is not None:
+        if (change := self._fusedckpt_reader.change(self)) is not None:
             return change
         if match.weight is not None and weight is None:
             return NotFused("changed", match.weight)

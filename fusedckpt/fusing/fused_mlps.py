@@ -8,20 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled
 from fusedckpt.blocks.block import run_linears
-from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
-from fusedckpt.blocks.programs import LEVELS, BlockOptions
-from fusedckpt.fusing.guards import first_change
-from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch
-from fusedckpt.fusing.mlp_weights import (
-    dropouts_from_seeds,
-    linear_operands,
-    shardable_linears,
-    with_result_dropout,
-)
+from fusedckpt.fusing.mlp_reader import MLPMatch, MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.swapped import Swapped
@@ -33,13 +25,14 @@ class FusedMLP(Swapped):
     """Forward of an MLP of any class; saves the tensors that its level names."""
 
     _fusedckpt_match: MLPMatch
+    _fusedckpt_reader: MLPReader
     save: str
     chunks: int | None
 
     @property
     def save_levels(self) -> tuple[str, ...]:
         """Return the levels that it offers to a plan."""
-        return LEVELS[self._fusedckpt_match.block.kind]
+        return self._fusedckpt_reader.levels
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:
         return _mlp(self, self._original, x)
@@ -58,6 +51,8 @@ class FusedMLP(Swapped):
 class FusedFeedForward(nn.Module):
     """Overrides a layer's method that is an MLP."""
 
+    _fusedckpt_sharding = None
+
     def _ff_block(self, x: Tensor) -> Tensor:
         original = super()._ff_block  # type: ignore[misc]  # of the layer's class
         y = NotFused("arguments") if dispatch.is_recorded(x) else _mlp(self, original, x)
@@ -69,20 +64,24 @@ class FusedFeedForward(nn.Module):
 
 def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | NotFused:
     """Return the result of a module's MLP, or why this call cannot run fused."""
-    match = module._fusedckpt_match
-    block = match.block
-    if block.kind == "linear_act" and _shares_recipes(module, x):
+    reader: MLPReader = module._fusedckpt_reader
+    match = reader.match
+    if match.block.kind == "linear_act" and _shares_recipes(module, x):
         # its layers save no more, and let the next linear save as little
         return original(x)
-    level = _level_now(module, block)
-    sharding = getattr(module, "_fusedckpt_sharding", None)
+    save = module.save
+    level = levels.override.level or save
+    if level not in reader.levels or save not in reader.levels:
+        level = _level_now(save, match.block.kind, reader.levels)
+    sharding = module._fusedckpt_sharding
     if sharding is not None:
         sharded.check_input(type(module).__name__, x, sharding)
         if torch.compiler.is_compiling():
-            count = {"inputs": 0, "gate": 1, "preact": max(1, len(block.linears) - 1)}[level]
+            count = {"inputs": 0, "gate": 1, "preact": max(1, len(reader.linears) - 1)}[level]
             run = partial(sharded.on_dtensors, original, sharding=sharding)
             return compiled.run(run, tuple(range(count)), x)
-    operands = first_change(module, match.guards) or linear_operands(module, match, x, sharding)
+    change, parts, is_usual = reader.read(module)
+    operands = change or reader.operands(module, parts, is_usual, x, sharding)
     if isinstance(operands, NotFused):
         runs_again = operands.key == "dropout" and sharding is None and torch.is_grad_enabled()
         if not (runs_again and dispatch.are_plain(x) and level != "preact"):
@@ -90,36 +89,28 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
         if needs_gradient(module, (x,)):
             return recomputed_call(module, original, x, (x,))
         return original(x)
-    dropouts = dropouts_from_seeds(module, match)
-    options = _options(module, block, level, dropouts)
+    hidden = reader.rate(parts, match.hidden_rate) if match.hidden_rate else 0.0
+    result = reader.rate(parts, match.result_rate) if match.result_rate else 0.0
+    options = reader.options[level]
+    if module.chunks is not None:
+        options = options._replace(chunks=module.chunks)
+    if hidden:
+        options = options._replace(dropout=hidden, output_dropout=result)
+    if sharding is None:
+        y = run_linears(options, x, (), operands)
+    else:
+        y = sharded.run_on_shards(lambda x: run_linears(options, x, (), operands), x, sharding)
+    if result and not hidden:
+        # it draws as before
+        y = functional.dropout(y, result, inplace=match.writes_result)
+    return y
 
-    def run_block(x: Tensor) -> Tensor:
-        return run_linears(options, x, (), operands)
 
-    y = run_block(x) if sharding is None else sharded.run_on_shards(run_block, x, sharding)
-    return y if dropouts else with_result_dropout(module, match, y)
-
-
-def _level_now(module: Any, block: MatchedBlock) -> str:
-    """Return the level of this call, which a plan or `saving` may override."""
-    known = LEVELS[block.kind]
-    default = module.save if known == levels.LEVELS else level_or_inputs(module.save, known)
-    return levels.resolve(block.kind, None, default, known)
-
-
-def _options(
-    module: Any, block: MatchedBlock, level: str, dropouts: dict[str, Any]
-) -> BlockOptions:
-    names = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}[block.kind]
-    return BlockOptions(
-        name=block.kind,
-        caller=block.kind,
-        linears=Linears(PACKED if block.packed == "gate" else names),
-        activation=block.activation,
-        save=level,
-        chunks=module.chunks,
-        **dropouts,
-    )
+def _level_now(save: Any, kind: str, known: tuple[str, ...]) -> str:
+    """Return the level of a call: `saving` may set one that the block does not have, and so may
+    the module's own attribute."""
+    default = save if known == levels.LEVELS else level_or_inputs(save, known)
+    return levels.resolve(kind, None, default, known)
 
 
 def _shares_recipes(module: nn.Module, x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.blocks import reader
-from fusedckpt.fusing.guards import Guard, first_change
+from fusedckpt.fusing.match_reader import Guard, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -40,28 +40,34 @@ class NormMatch(NamedTuple):
     # whether it may run under autocast
     autocasts: bool = True
 
+    def reader(self) -> Reader:
+        """Return what reads the match's state in calls."""
+        return Reader(self.guards)
+
 
 class FusedNorm(Swapped):
     """Forward of a norm of any class; saves only x for the verified dtypes."""
 
     _fusedckpt_match: NormMatch
+    _fusedckpt_reader: Reader
     save_levels = ()
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:
-        names = self._fusedckpt_match.weight, self._fusedckpt_match.bias
-        weight, bias = (None if name is None else self._parameters.get(name) for name in names)
+        match = self._fusedckpt_match
+        weight = None if match.weight is None else self._parameters.get(match.weight)
+        bias = None if match.bias is None else self._parameters.get(match.bias)
         if dispatch.are_plain(x, weight, bias):
             return self._normalised(x, weight, bias)
         # DTensors: each rank has whole rows
         y = sharded.on_rows(self._normalised, 1, x, weight, bias)
-        by_name = {name or "": tensor for name, tensor in zip(names, (weight, bias), strict=True)}
+        by_name = {match.weight or "": weight, match.bias or "": bias}
         return fallbacks.fallback_of(x, **by_name) if y is None else y
 
     def _normalised(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor | NotFused:
         match = self._fusedckpt_match
-        if (changed := first_change(self, match.guards)) is not None:
+        if (changed := self._fusedckpt_reader.change(self)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:

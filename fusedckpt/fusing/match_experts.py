@@ -29,7 +29,7 @@ from fusedckpt.fusing.fused_experts import (
     is_eager,
 )
 from fusedckpt.fusing.fused_mlps import chunk_words
-from fusedckpt.fusing.guards import Guard, is_function, is_simple
+from fusedckpt.fusing.match_reader import Guard, is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Part, Swap

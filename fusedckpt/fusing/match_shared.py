@@ -11,7 +11,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_norms import FusedNorm
 from fusedckpt.fusing.lookalikes import is_transposed
-from fusedckpt.fusing.mlp_match import MatchedBlock
+from fusedckpt.fusing.mlp_reader import MatchedBlock
 from fusedckpt.fusing.recorded_block import is_activation
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_layers import (

@@ -25,8 +25,7 @@ from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing.call_state import is_noted
-from fusedckpt.fusing.guards import first_change
-from fusedckpt.fusing.mlp_match import MatchedBlock, MLPMatch
+from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
@@ -141,7 +140,7 @@ class Recomputed(Swapped):
     def _mlp_obstacle(self, match: MLPMatch, values: tuple[Any, ...]) -> NotFused | None:
         if len(values) != 1 or not isinstance(values[0], Tensor):
             return NotFused("arguments")
-        change = first_change(self, match.guards)
+        change = self._fusedckpt_reader.change(self)
         if change is not None or dispatch.are_plain(*values, *self.parameters()):
             return change
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))

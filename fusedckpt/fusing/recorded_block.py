@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.private_ops import is_pointwise, schema_of
-from fusedckpt.fusing.mlp_match import LinearPaths, MatchedBlock
+from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock
 from fusedckpt.fusing.op_recorder import Node, nodes_behind
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import takes_one, undisturbed

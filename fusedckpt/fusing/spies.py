@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing.guards import MISSING, Guard, is_function, is_simple
+from fusedckpt.fusing.match_reader import MISSING, Guard, is_function, is_simple
 from fusedckpt.fusing.replica import Path, replica
 from fusedckpt.layers.fallbacks import NotFused
 

@@ -68,6 +68,10 @@ class Swap:
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
-        module.__dict__.update(self.attributes)
-        module.__dict__[MARK] = Original(type(module), tuple(self.attributes), self.parts)
+        attributes = self.attributes
+        match = attributes.get("_fusedckpt_match")
+        if match is not None:
+            attributes = {**attributes, "_fusedckpt_reader": match.reader()}
+        module.__dict__.update(attributes)
+        module.__dict__[MARK] = Original(type(module), tuple(attributes), self.parts)
         module.__class__ = self.new_class

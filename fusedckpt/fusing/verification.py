@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
-from fusedckpt.fusing.guards import child_at
+from fusedckpt.fusing.match_reader import child_at
 from fusedckpt.fusing.replica import Draw, Path, replica, undisturbed
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.layers.fallbacks import NotFused
