@@ -9,8 +9,8 @@
 A saved tensor that backward can make again is saved as a recipe:
 
     recipes     a recipe, its readers, the tensor that it replaces
-    origins     finds the recipe of a tensor by its node in autograd's graph
-    tracker     finds it by the tensor's storage, in a forward that is followed
+    index       where a tensor comes from: makers put, readers get, by the tensor's storage
+    tracker     follows a forward: gives results of its functions recipes, and saves these
     replay      calls a recorded function again
 
 private.py and private_*.py alone name private parts of torch.

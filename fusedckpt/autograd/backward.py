@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
 from fusedckpt.autograd import private, tracker
+from fusedckpt.autograd.index import versions_of
 from fusedckpt.autograd.private import pytree
 
 _PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
@@ -162,14 +163,6 @@ def reference_gradients(
         )
     remaining = iter(computed)
     return [next(remaining) if need else None for need in needs]
-
-
-def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
-    """Return how often each tensor was written; 0 for none and for one that does not count."""
-    versions = []
-    for t in tensors:  # a comprehension costs a call before Python 3.12
-        versions.append(0 if t is None or t.is_inference() else t._version)
-    return tuple(versions)
 
 
 class Versioned:

@@ -175,6 +175,18 @@ def uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
             saved_tensors_hooks(*hooks).__enter__()
 
 
+def with_own_hooks(run: Callable[[Any], Any], otherwise: Callable[[], Any]) -> Any:
+    """Return run(count), which may set hooks on what it saves; count: a hook that counts, or None.
+
+    Return otherwise() where hooks take the saved tensors: hooks are set only on tensors saved
+    without.
+    """
+    if private.top_hooks() is None:
+        return run(None)
+    with uncounted() as count:
+        return run(count) if private.top_hooks() is None else otherwise()
+
+
 class PackHook:
     """The `pack` of a checkpoint's phase, which torch knows by its attributes to be no user's."""
 

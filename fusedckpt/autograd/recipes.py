@@ -20,9 +20,8 @@ readers, right before the first of them needs it.
 
 Autograd saves a `View` or a `Leaf` in place of a tensor.
 
-A recipe is known by the node of autograd's graph that made a tensor (`origins`: fused norms, and
-the layers that `fuse` lets read them), or by a tensor's storage (`tracker`: any function of a
-forward). A reader asks both, and saves a `View`.
+`index` tells where a tensor comes from: makers put results there (fused norms, the layers that
+`fuse` lets read them, and `tracker`: any function of a forward), and a reader saves a `View`.
 
 **How a chain runs in backward.** Autograd unpacks a `View`, which asks its source for a value. A
 `Made` reads its inputs, which may be results of other `Made`, and calls `again` with them; a value
@@ -333,7 +332,7 @@ def _read(saved: View | Leaf) -> Tensor:
 _uncompiled = private.breaks_graph(_read)
 
 
-def saving_recipes(view: View, x: Tensor, count: Count, run: Callable[[], Any]) -> Any:
+def saving_recipes(view: View, x: Tensor, run: Callable[[], Any], count: Count) -> Any:
     """Return run(), which saves a view in place of x, and other tensors as they are.
 
     count: called with the tensors that are saved for it.

@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd.index import Known, known_of, put, take_back
 from fusedckpt.autograd.private import KNOWN_PACKAGES, function_modes, num_function_modes
-from fusedckpt.autograd.recipes import Count, Leaf, Made, View
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View, view_in
 
 # the longest chain of functions that backward runs again
 LIMIT = 12
@@ -33,38 +34,6 @@ SHARE = 4
 _SHARES = {"cat": 2, "concat": 2, "concatenate": 2}
 # a result so many times smaller than an input is saved
 SMALLER = 16
-# storages that a tracker knows before it forgets those that are gone
-_MANY = 64
-
-
-class _Known:
-    """The source of a storage's content."""
-
-    __slots__ = ("dtype", "leaf", "made", "place", "storage", "version")
-
-    def __init__(
-        self, storage: torch.UntypedStorage, tensor: Tensor, made: Made | None, place: int
-    ):
-        # the storage, one object as long as it lives; another one may have its number then
-        self.storage = weakref.ref(storage)
-        # the version and dtype of the tensor that had the content
-        self.version = tensor._version
-        self.dtype = tensor.dtype
-        # the function that made it, and the place among its results; None: autograd saves it
-        self.made = made
-        self.place = place
-        # a weak reference to the leaf of a storage that is saved
-        self.leaf: Callable[[], Leaf | None] = NoneType
-
-    def source(self, tensor: Tensor) -> Leaf | Made:
-        """Return the source: one leaf for all that read the storage."""
-        if self.made is not None:
-            return self.made
-        leaf = self.leaf()
-        if leaf is None:
-            leaf = Leaf(tensor)
-            self.leaf = weakref.ref(leaf)
-        return leaf
 
 
 class Choice(NamedTuple):
@@ -140,29 +109,18 @@ class Tracker:
         # the last view that was saved in place of a tensor
         self.saved: View | None = None
         self._observe = _observer.get()
-        self._known: dict[int, _Known] = {}
-        self._room = _MANY
+        # for what is known by this tracker
+        self.reference = weakref.ref(self)
+        # what is known of results, by weak references
+        self._made: list[weakref.ref[Known]] = []
 
     def find(self, tensor: Tensor) -> View | None:
         """Return how to read a tensor that is saved by now, or has a recipe."""
-        known = self._known_of(tensor)
-        if known is None:
+        known = known_of(tensor)
+        if known is None or known.forward is not self.reference:
             return None
-        source = known.made or known.source(tensor)
-        offset = tensor.storage_offset()
-        return View(source, known.place, tensor.shape, tensor.stride(), offset)
-
-    def _known_of(self, tensor: Tensor) -> _Known | None:
-        storage = tensor.untyped_storage()
-        known = self._known.get(id(storage))
-        if (
-            known is not None
-            and known.storage() is storage
-            and known.version == tensor._version
-            and known.dtype is tensor.dtype
-        ):
-            return known
-        return None
+        source = known.made() if known.leaf is None else known.leaf() or _leaf_of(known, tensor)
+        return None if source is None else view_in(source, tensor, known.place)
 
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
@@ -171,34 +129,38 @@ class Tracker:
             return None
         return view if view.source.is_current() else None
 
-    def note(self, tensor: Tensor, made: Made | None, place: int = 0) -> _Known:
-        """Note that a recipe makes a tensor, or, for None, that autograd saves it as it is."""
-        sources = self._known
-        storage = tensor.untyped_storage()
-        sources[id(storage)] = known = _Known(storage, tensor, made, place)
-        if len(sources) > self._room:
-            # as many as twice those that were left
-            for key in [key for key, known in sources.items() if known.storage() is None]:
-                del sources[key]
-            self._room = max(_MANY, 2 * len(sources))
+    def note_saved(self, tensor: Tensor) -> Known:
+        """Note that autograd saves a tensor as it is."""
+        known = known_of(tensor) or put(tensor)
+        if known.forward is not self.reference or known.leaf is None:
+            known.forward = self.reference
+            known.leaf = NoneType
+            known.kept = None
         return known
 
     @contextmanager
     def knowing(self, tensor: Tensor, view: View) -> Iterator[None]:
         """Let functions that are called inside save a view in place of a tensor."""
-        key = id(tensor.untyped_storage())
-        before = self._known.get(key)
-        source = view.source
-        known = self.note(tensor, source if isinstance(source, Made) else None, view.place)
-        if isinstance(source, Leaf):
-            known.leaf = weakref.ref(source)
+        before = known_of(tensor)
+        known = put(tensor)
+        known.forward = self.reference
+        known.place = view.place
+        if isinstance(view.source, Leaf):
+            known.leaf = weakref.ref(view.source)
+        else:
+            known.made = weakref.ref(view.source)
         try:
             yield
         finally:
-            if before is None:
-                self._known.pop(key, None)
-            else:
-                self._known[key] = before
+            take_back(tensor, known, before)
+
+    def end(self) -> None:
+        """Keep no recipes but those of saved tensors: the forward is over."""
+        for reference in self._made:
+            known = reference()
+            if known is not None:
+                known.kept = None
+        self._made.clear()
 
     def make(
         self,
@@ -246,7 +208,12 @@ class Tracker:
             views.append(view)
         made = Made(name, again, views, results)
         for place, t in enumerate(results):
-            self.note(t, made, place)
+            known = put(t, is_norm=saves_parameters)
+            known.place = place
+            known.forward = self.reference
+            known.made = weakref.ref(made)
+            known.kept = made
+            self._made.append(weakref.ref(known))
         return made
 
     def save(self, view: View | Leaf, tensor: Tensor) -> None:
@@ -258,16 +225,21 @@ class Tracker:
             if self.count is not None:
                 self.count(tensor)
             return
-        known = self._known_of(tensor)
-        made = None if known is None else known.made
+        known = known_of(tensor)
+        if known is not None and known.forward is not self.reference:
+            known = None
+        made = None if known is None or known.leaf is not None else known.made()
         is_cut = made is not None and (made.depth > self.limit or not made.is_current())
         if self._observe is not None:
             self._observe(_choice(tensor, made, is_cut))
-        if known is None or is_cut:
+        if made is None or is_cut:
             # saved as it is, as what is known as saved already
-            known = self.note(tensor, None)
             made = None
-        source = made or known.source(tensor)
+            known = self.note_saved(tensor)
+            assert known.leaf is not None
+            source = known.leaf() or _leaf_of(known, tensor)
+        else:
+            source = made
         offset = tensor.storage_offset()
         view.fill(source, known.place, tensor.shape, tensor.stride(), offset)
         self.saved = view
@@ -276,6 +248,13 @@ class Tracker:
         elif self.count is not None:
             # the tensor itself, as a view of a parameter is known by its graph
             self.count(tensor)
+
+
+def _leaf_of(known: Known, tensor: Tensor) -> Leaf:
+    """Return a leaf for all that read a storage."""
+    leaf = Leaf(tensor)
+    known.leaf = weakref.ref(leaf)
+    return leaf
 
 
 # the object that autograd saved in place of a tensor, and the tensor
@@ -312,11 +291,13 @@ def active() -> Tracker | None:
 @contextmanager
 def tracking(tracker: Tracker | None) -> Iterator[None]:
     """Let fused layers that are called inside know the tracker of the forward, None for none."""
-    token = _active.set(NoneType if tracker is None else weakref.ref(tracker))
+    token = _active.set(NoneType if tracker is None else tracker.reference)
     try:
         yield
     finally:
         _active.reset(token)
+        if tracker is not None:
+            tracker.end()
 
 
 def num_other_modes() -> int:

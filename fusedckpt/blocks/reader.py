@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import origins, private
+from fusedckpt.autograd import index
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Count, Made, View, cast, unpack
+from fusedckpt.autograd.phases import with_own_hooks
+from fusedckpt.autograd.recipes import Count, Made, View, cast
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import BlockCall
@@ -26,11 +26,11 @@ from fusedckpt.kernels.norm import NormRule
 
 # the makers of results that blocks, and norms, save recipes of: a module that backward runs again
 # makes its result, too, for a norm alone, as one more GEMM may run for it
-_MAKERS = {False: (origins.NORM, origins.ROWS), True: (origins.MODULE,)}
+_MAKERS = {False: (index.NORM, index.ROWS), True: (index.MODULE,)}
 
 
 def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Note on n's node that a norm module made it, and return n.
+    """Note that a norm module made n, and return n.
 
     Not for a module with hooks, which may gather its weights only during the call, nor inside a
     checkpoint, where reading its input would recompute it.
@@ -41,15 +41,15 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
     # an eager reference's node has no call
     call = getattr(node, "call", None)
     if getattr(call, "num_dims", 0) == 1 and node.is_free and not has_hooks(norm):
-        origins.note(n, origins.NORM, _recipe_of_norm, weight, bias)
+        index.put(n, index.NORM, _recipe_of_norm, weight, bias)
     return n
 
 
 def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | None:
-    """Return the source of a norm's result, for the note on its node."""
+    """Return the source of a norm's result, see `index.Source`."""
     node: Any = n.grad_fn
     again = partial(_normalised, node.call, [p is not None for p in parameters])
-    return origins.of_first_saved("norm", again, n, parameters)
+    return index.of_first_saved("norm", again, n, parameters)
 
 
 def _normalised(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
@@ -87,41 +87,32 @@ def apply_with_view(
     tracker: of the forward, if it has one: the block's saved inputs are noted there, and a norm's
     result.
     """
-    view = None if tracker is None else tracker.view_of(read)
-    if view is None and (call.shares or call.is_norm):
-        view = origins.view_of(x, *_MAKERS[call.is_norm])
-        if view is not None and read is not x:
-            view = cast(view, x, read)
+    makers = _MAKERS[call.is_norm] if call.shares or call.is_norm else ()
+    view = None
+    if makers or tracker is not None:
+        view = index.view_of(read, *makers, tracker=tracker)
+    if view is None and read is not x and makers:
+        view = index.view_of(x, *makers)
+        view = view and cast(view, x, read)
     if view is None:
         y = function(read, *tensors)
-    elif private.top_hooks() is None:
-        y = _saving(view, function, read, tensors, None)
     else:
-        with uncounted() as count:
-            if private.top_hooks() is None:
-                y = _saving(view, function, read, tensors, count)
-            else:
-                # hooks can be set only on tensors saved without hooks
-                y = function(read, *tensors)
+        run = partial(function, read, *tensors)
+        y = with_own_hooks(partial(_saving, view, run), run)
     if tracker is not None:
         _note(tracker, call, (read, *tensors), y, 1 if view is not None else 0)
     return y
 
 
-def _saving(
-    view: View, function: Callable[..., Any], read: Tensor, tensors: Sequence[Any], count: Count
-) -> Any:
+def _saving(view: View, run: Callable[[], Any], count: Count) -> Any:
     """Run a block; save a view in place of its first input. count: a hook that counts the rest."""
-    y = function(read, *tensors)
+    y = run()
     if y.grad_fn is None:
         return y
     saved = y.grad_fn.saved_tensors
     inputs = y.grad_fn.saved.inputs
-    if 0 in inputs and (raw := private.raw_saved(y.grad_fn)):
-        place = inputs.index(0)
+    if 0 in inputs and index.save_view(y.grad_fn, place := inputs.index(0), view):
         view.source.add_reader(count)
-        # the pack hook is called at once, and frees the input
-        raw[place].register_hooks(view.replacing, unpack)
         saved = *saved[:place], *saved[place + 1 :]
     if count is not None:
         for tensor in saved:
@@ -135,9 +126,9 @@ def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, firs
     if not isinstance(y, Tensor) or y.grad_fn is None:
         return
     node: Any = y.grad_fn
-    for index in node.saved.inputs:
-        if index >= first and isinstance(inputs[index], Tensor):
-            tracker.note(inputs[index], None)
+    for place in node.saved.inputs:
+        if place >= first and isinstance(inputs[place], Tensor):
+            tracker.note_saved(inputs[place])
     if call.is_norm:
         x, *parameters = inputs
         again = partial(_normalised, call, [isinstance(t, Tensor) for t in parameters])

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import arguments, origins
+from fusedckpt.autograd import arguments
 from fusedckpt.autograd.private import number_of, pytree
 from fusedckpt.checkpointing.module_calls import is_recomputing
-from fusedckpt.checkpointing.segment import Segment
+from fusedckpt.checkpointing.segment import Segment, segment_of
 
 
 def prefetch_recompute(outputs: Any, segments: int = 1) -> int:
@@ -78,7 +78,7 @@ def _in_order(nodes: list[Any]) -> Any:
     heapq.heapify(queue)
     while queue:
         _, _, node = heapq.heappop(queue)
-        segment = origins.segment_of(node)
+        segment = segment_of(node)
         if segment is not None:
             yield segment
         for after, _ in node.next_functions:

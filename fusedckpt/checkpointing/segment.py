@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import origins, phases, private
+from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
 from fusedckpt.checkpointing import calls
@@ -43,6 +43,15 @@ from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import CheckpointPhase
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
+
+# of a node: the segment of the function that returned its result
+_MARK = "fusedckpt segment"
+
+
+def segment_of(node: Any) -> Any:
+    """Return the segment of the function that returned a node's result, or None."""
+    reference = node.metadata.get(_MARK)
+    return None if reference is None else reference()
 
 
 class Segment(Trace, CheckpointPhase):
@@ -123,7 +132,7 @@ class Segment(Trace, CheckpointPhase):
         if self.offloaded is None:
             return Argument(tensor)
         node: Any = tensor.grad_fn
-        segment = None if node is None else origins.segment_of(node)
+        segment = None if node is None else segment_of(node)
         return self.offloaded.save(tensor, None if segment is None else segment.offloaded)
 
     def save_argument_late(self, tensor: Tensor) -> LateArgument:
@@ -155,7 +164,7 @@ class Segment(Trace, CheckpointPhase):
         for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
             if node is not None and id(leaf) not in known:
-                origins.mark_segment(node, self)
+                node.metadata[_MARK] = weakref.ref(self)
 
     def pack_output(self, place: int, output: Tensor) -> Packed:
         """Return the stand-in for an output at a place, for which a recompute runs to its end."""

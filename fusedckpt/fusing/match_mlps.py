@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
-from fusedckpt.fusing.match_reader import Guard, child_at
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
+from fusedckpt.fusing.match_reader import Guard, child_at
 from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock, MLPMatch, Rate
 from fusedckpt.fusing.op_recorder import Node
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed

@@ -119,10 +119,11 @@ class Reader:
                 if part is not None and "base_layer" in part._modules:
                     part = base_of(part)
                 is_usual = is_usual and part is outer and type(part) is kind
-                if type(part) is not kind:
-                    if part is None or kind not in (None, _original_class(part)):
-                        change = NotFused("child", ".".join(path))
-                        break
+                if type(part) is not kind and (
+                    part is None or kind not in (None, _original_class(part))
+                ):
+                    change = NotFused("child", ".".join(path))
+                    break
             parts.append(part)
             if num_children is not None and len(part._modules) != num_children:
                 change = NotFused("child", ".".join(path))

@@ -10,11 +10,11 @@ from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, reasons, verification
-from fusedckpt.fusing.match_reader import is_simple
 from fusedckpt.fusing.match_experts import experts_swap, verified_experts
 from fusedckpt.fusing.match_gated_norms import gated_norm_swap
 from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
 from fusedckpt.fusing.match_norms import norm_swap
+from fusedckpt.fusing.match_reader import is_simple
 from fusedckpt.fusing.swap import Part, Swap
 from fusedckpt.layers.fallbacks import NotFused
 

@@ -180,10 +180,10 @@ class MLPReader(Reader):
         for path, attribute in rates:
             if self.rate(parts, (path, attribute)) > 0:
                 return NotFused("dropout", ".".join(path) or attribute)
-        if match.result_rate is not None and match.result_rate[1] != "p":
-            # the recording does not tell which module's mode the forward reads
-            if len({part.training for part in module.modules()}) > 1:
-                return NotFused("dropout", match.result_rate[1])
+        reads_mode = match.result_rate is not None and match.result_rate[1] != "p"
+        # the recording does not tell which module's mode the forward reads
+        if reads_mode and len({part.training for part in module.modules()}) > 1:
+            return NotFused("dropout", match.result_rate[1])
         return None
 
     def _unusual(

@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, levels, origins, phases, private, tracker
+from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
-from fusedckpt.checkpointing.segment import Segment
+from fusedckpt.checkpointing.segment import Segment, segment_of
 from fusedckpt.fusing.call_state import is_noted
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
@@ -153,7 +153,7 @@ class Recomputed(Swapped):
         results = [leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor)]
         for place, result in enumerate(results):
             node: Any = result.grad_fn
-            segment = node and origins.segment_of(node)
+            segment = node and segment_of(node)
             if not segment:
                 continue
             reason = self._reason_of(segment, results)
@@ -164,7 +164,7 @@ class Recomputed(Swapped):
             elif not dispatch.has_hooks(self):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
-                origins.note(result, origins.MODULE, source, *self.parameters())
+                index.put(result, index.MODULE, source, *self.parameters())
             return
 
     def _reason_of(self, segment: Segment, results: list[Tensor]) -> NotFused | None:

@@ -22,11 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, origins, private, recipes
+from fusedckpt.autograd import dispatch, index, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
-from fusedckpt.autograd.origins import ACTIVATION, LINEAR, NORM
-from fusedckpt.autograd.phases import uncounted
-from fusedckpt.autograd.recipes import Leaf, Made, View
+from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
+from fusedckpt.autograd.phases import with_own_hooks
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 from fusedckpt.autograd.tracker import Tracker, active
 from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.subclass import refuse_script
@@ -34,33 +34,27 @@ from fusedckpt.fusing.subclass import refuse_script
 
 def shared_view_of(x: Any, *makers: str) -> View | None:
     """Return how to read a result of a fused norm, or of other makers; None for other tensors."""
-    if torch.compiler.is_compiling():
-        return None
-    view = origins.view_of(x, NORM, *makers)
-    tracker = active()
-    if view is None or tracker is None:
-        return view
-    # the same recipe as functions read
-    return tracker.view_of(x) or view
+    return None if torch.compiler.is_compiling() else index.view_of(x, NORM, *makers)
 
 
 def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
     """Return run(), which saves its argument x; the recipe of x is saved instead, if it has one."""
-    tracker = None if torch.compiler.is_compiling() else active()
-    view = shared_view_of(x) if tracker is None else tracker.view_of(x) or shared_view_of(x)
+    if torch.compiler.is_compiling():
+        return run()
+    tracker = active()
+    view = index.view_of(x, NORM, tracker=tracker)
     if view is not None:
         return _saving(view, x, run)
     y = run()
     if tracker is not None:
-        tracker.note(x, None)
+        tracker.note_saved(x)
     return y
 
 
 def _saving(view: View, x: Tensor, run: Callable[[], Any]) -> Any:
-    with uncounted() as count:
-        if private.top_hooks() is not None or not x.is_contiguous():
-            return run()
-        return recipes.saving_recipes(view, x, count, run)
+    if not x.is_contiguous():
+        return run()
+    return with_own_hooks(partial(recipes.saving_recipes, view, x, run), run)
 
 
 class Shared(nn.Module):
@@ -125,9 +119,9 @@ class SharedLinear(SharedProduct):
         if self._fusedckpt_save == "inputs":
             layout = view.place, view.size, view.stride, view.offset
             recipe = partial(_recipe_of_linear, weakref.ref(view.source), layout, y.dtype)
-            origins.note(y, LINEAR, recipe, weight, bias)
+            index.put(y, LINEAR, recipe, weight, bias)
         else:
-            origins.note(y, LINEAR, _recipe_of_saved)
+            index.put(y, LINEAR, _recipe_of_saved)
         return y
 
 
@@ -171,7 +165,8 @@ class SharedActivation(Shared):
         y, made = _with_functions(self, x, view, forward)
         # hooks may gather parameters for the call alone
         if made is not None and not dispatch.has_hooks(self):
-            origins.note(y, ACTIVATION, partial(_recipe_if_alive, weakref.ref(made)))
+            # it is known already
+            index.put(y, ACTIVATION, None)
         return y
 
 
@@ -183,9 +178,8 @@ def _with_functions(
     The recipe lives as long as the tensors that the functions have saved; it is None where a
     tracker has it.
     """
-    with uncounted() as count:
-        if private.top_hooks() is not None:
-            return forward(x), None
+
+    def run(count: Count) -> tuple[Any, Made | None]:
         tracker = active()
         if tracker is not None:
             with tracker.knowing(x, view), every_function(tracker):
@@ -193,14 +187,15 @@ def _with_functions(
         # without a limit: a linear, and functions before it, count, too
         copies = dispatch.has_hooks(module)
         tracker = Tracker(count, limit=1 << 10, copies_parameters=copies)
-        with tracker.knowing(x, view), every_function(tracker):
-            y = forward(x)
-        result = tracker.find(y) if isinstance(y, Tensor) else None
+        try:
+            with tracker.knowing(x, view), every_function(tracker):
+                y = forward(x)
+            result = tracker.find(y) if isinstance(y, Tensor) else None
+        finally:
+            tracker.end()
         if result is None or tracker.saved is None or isinstance(result.source, Leaf):
             return y, None
         tracker.saved.alive = result.source
         return y, result.source
 
-
-def _recipe_if_alive(reference: weakref.ref[Made], *_: Any) -> Made | None:
-    return reference()
+    return with_own_hooks(run, lambda: (forward(x), None))

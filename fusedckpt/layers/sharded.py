@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, origins, phases, private, recipes
+from fusedckpt.autograd import dispatch, index, phases, recipes
 from fusedckpt.autograd.private import at_end_of_backward, raw_saved
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding)
     tensors = dtensor_library()
     mesh = sharding.mesh
     n = x
-    view = origins.view_of(n, origins.NORM)
+    view = None if torch.compiler.is_compiling() else index.view_of(n, index.NORM)
     dtype = dispatch.autocast_dtype(x.device)
     if dtype is not None and x.dtype != torch.float64:
         # before it is gathered
@@ -201,7 +201,7 @@ def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding)
         rows_of_x = x.detach().redistribute(placements=[row_placement]).to_local()
     rows = _Rows(mesh, row_placement.dim % x.dim(), whole.shape)
     whole = _Whole.apply(whole, rows_of_x)
-    origins.note(whole, origins.ROWS, partial(origins.of_first_saved, "rows", rows.again))
+    index.put(whole, index.ROWS, partial(index.of_first_saved, "rows", rows.again))
     y = block(whole)
     # whether the block saves rows and gathers its input again
     saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
@@ -255,18 +255,19 @@ def _as_uneven_dtensor(
 
 def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
     """Return a tensor of which a block that reads it saves a view, as long as its node has one."""
-    with phases.uncounted():
-        whole = _Whole.apply(whole, whole)
-        if private.top_hooks() is not None or not (raw := raw_saved(whole.grad_fn)):
-            return whole
+
+    def run(_: Any) -> Tensor:
+        result = _Whole.apply(whole, whole)
         # not as a reader: its node never reads it
-        raw[0].register_hooks(view.replacing, recipes.unpack)
-    origins.note(whole, origins.ROWS, _first_source)
-    return whole
+        if index.save_view(result.grad_fn, 0, view):
+            index.put(result, index.ROWS, _first_source)
+        return result
+
+    return phases.with_own_hooks(run, lambda: whole)
 
 
 def _first_source(y: Tensor, _: Any) -> Any:
-    view = origins.saved_view(y.grad_fn)
+    view = index.saved_view(y.grad_fn)
     return None if view is None else view.source
 
 

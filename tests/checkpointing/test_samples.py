@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, prefetch_recompute
-from fusedckpt.autograd import origins, private
+from fusedckpt.autograd import private
 from fusedckpt.checkpointing import samples
+from fusedckpt.checkpointing.segment import segment_of
 
 D = 96
 
@@ -133,7 +134,7 @@ def test_one_kernel_a_dropped_tensor():
     run()
     with torch.profiler.profile() as events:
         y = run()
-    segment = origins.segment_of(y.grad_fn)
+    segment = segment_of(y.grad_fn)
     # tanh's result, which the linear behind it saves, too, and q, k and v
     assert len(segment.samples._of) == 5
     assert all(sample.numel() == 64 for sample in segment.samples._of.values())

@@ -1,0 +1,219 @@
+"""Where a tensor comes from: the one index of recipes, by storage.
+
+What is known of a storage's content is an attribute of the storage, so views and aliases share it,
+and it goes with the storage: no other storage is taken for it. A write changes the version, which
+ends it. It keeps no graph: it holds parameters, as long as the tensor that they made lives, and a
+recipe alone while the forward that follows its functions runs (`tracker`).
+
+A maker's recipe is made when its first reader asks, from what the graph has saved by then, and is
+the same for all readers as long as there is one. It is of a tensor of the graph, not of its bytes:
+readers need that tensor, or a view of it, as an alias hides its hooks and its node.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd import private
+from fusedckpt.autograd.recipes import Leaf, Made, View, unpack
+
+# the makers of results, beside functions that a tracker follows
+NORM = "norm"
+ROWS = "rows"
+MODULE = "module"
+LINEAR = "linear"
+ACTIVATION = "activation"
+
+# returns the source of a tensor, given that and the parameters that were put with it; None where
+# what it is made from is gone. It holds no tensor
+Source = Callable[[Tensor, Sequence[Tensor | None]], Leaf | Made | None]
+_ROW = "_fusedckpt_known"
+# in place of a leaf: torch.utils.swap_tensors takes no parameter with a weak reference
+_LEAF = torch.empty(0)
+
+
+class Known(weakref.ref[Tensor]):
+    """What is known of a storage's content; a weak reference to the tensor that had it."""
+
+    # of the tensor, when it had it
+    version: int
+    dtype: torch.dtype
+    # the tensor's maker, None for a function; how it is made again; parameters that this reads
+    maker: str | None = None
+    source: Source | None = None
+    parameters: Sequence[Tensor | None] = ()
+    versions: tuple[int, ...] = ()
+    # a weak reference to its recipe, and the tensor's place among the recipe's results
+    made: Callable[[], Leaf | Made | None] = NoneType
+    place = 0
+    # the tracker whose functions read the recipe, by a weak reference, and the recipe, which is
+    # kept while that follows a forward
+    forward: Any = None
+    kept: Made | None = None
+    # a weak reference to the leaf that these functions read, where they take it for saved
+    leaf: Callable[[], Leaf | None] | None = None
+    # of another tensor with this content
+    older: Known | None = None
+
+
+def known_of(tensor: Tensor) -> Known | None:
+    """Return what is known of a tensor's content as it is now."""
+    known: Known | None = getattr(tensor.untyped_storage(), _ROW, None)
+    if known is None or known.version != tensor._version or known.dtype is not tensor.dtype:
+        return None
+    return known
+
+
+def put(
+    tensor: Tensor,
+    maker: str | None = None,
+    source: Source | None = None,
+    *parameters: Tensor | None,
+    is_norm: bool = False,
+) -> Known:
+    """Tell how a tensor is made again; parameters: those that its recipe reads.
+
+    is_norm: whether parameters may follow, as those of a norm that a tracker has seen.
+    """
+    storage = tensor.untyped_storage()
+    before: Known | None = getattr(storage, _ROW, None)
+    # `known_of`, without a call
+    if before and (before.version != tensor._version or before.dtype is not tensor.dtype):
+        before = None
+    if before and maker and before() is tensor and before.maker is None:
+        # what a tracker knows stays
+        known = before
+    else:
+        result = _LEAF if tensor.grad_fn is None else tensor
+        known = Known(result, _forget if parameters or is_norm else None)
+        known.version = tensor._version
+        known.dtype = tensor.dtype
+        if before and before.maker and before() is not tensor:
+            known.older = before
+        setattr(storage, _ROW, known)
+    if maker:
+        known.maker = maker
+        known.source = source
+        if parameters:
+            known.parameters = parameters
+            known.versions = versions_of(*parameters)
+    return known
+
+
+def take_back(tensor: Tensor, known: Known, before: Known | None) -> None:
+    """Put back what was known of a tensor before, unless it was written since."""
+    if known_of(tensor) is known:
+        setattr(tensor.untyped_storage(), _ROW, before)
+
+
+def _forget(known: Known) -> None:
+    """Let go of the parameters of a tensor that is freed: its storage may live longer."""
+    known.parameters = ()
+    known.maker = None
+
+
+def view_of(y: Any, *makers: str, tracker: Any = None) -> View | None:
+    """Return how to read a result of one of some makers; None if it has to be saved.
+
+    It has to be if it was written since, as were parameters of its maker, or has hooks: these may
+    free or replace the parameters before backward reaches the maker. FSDP2 frees those of a unit
+    after its forward, and hooks the results of the unit, but a view of one hides its hooks.
+
+    tracker: of the forward, whose functions' results are read, too.
+    """
+    if not isinstance(y, Tensor):
+        return None
+    try:
+        known: Known | None = getattr(y.untyped_storage(), _ROW, None)
+        # `known_of`, without a call
+        if known is None or known.version != y._version or known.dtype is not y.dtype:
+            return None
+    except RuntimeError:
+        # a tensor without a storage, or one that counts no versions
+        return None
+    if tracker is not None and known.forward is tracker.reference:
+        view = tracker.view_of(y)
+        if view is not None:
+            return view
+    if y.grad_fn is None or not torch.is_grad_enabled():
+        return None
+    base = y._base
+    whole = known()
+    while whole is None or (whole is not y and whole is not base):
+        known = known.older
+        if known is None:
+            return None
+        whole = known()
+    if known.maker not in makers or private.hooks_of(y) or private.hooks_of(whole):
+        return None
+    for p, version in zip(known.parameters, known.versions, strict=True):
+        if p is not None:
+            # one that is freed has no memory
+            is_freed = not p.untyped_storage().nbytes() and p.numel()
+            if is_freed or (version != p._version and not p.is_inference()):
+                return None
+    source = known.made()
+    if source is None:
+        source = known.source and known.source(whole, known.parameters)
+        if source is None:
+            return None
+        # the same one for all readers, as long as there is one
+        known.made = weakref.ref(source)
+    elif known.kept is not None and not source.is_current():
+        return None
+    return View(source, known.place, y.shape, y.stride(), y.storage_offset())
+
+
+def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
+    """Return how often each tensor was written; 0 for none and for one that does not count."""
+    versions = []
+    for t in tensors:  # a comprehension costs a call before Python 3.12
+        versions.append(0 if t is None or t.is_inference() else t._version)
+    return tuple(versions)
+
+
+def of_first_saved(
+    name: str, again: Callable[..., Tensor], y: Tensor, tensors: Sequence[Tensor | None]
+) -> Made | None:
+    """Return the source `again(x, *tensors)`, x the first tensor that y's node has saved.
+
+    Tensors that are None are left out. With a name and `again` alone, this is a `Source`.
+    """
+    x = saved_view(y.grad_fn)
+    if x is None:
+        return None
+    inputs = [x]
+    for tensor in tensors:
+        if tensor is not None:
+            inputs.append(Leaf(tensor))
+    return Made(name, again, inputs, [y])
+
+
+def saved_view(node: Any) -> View | Leaf | None:
+    """Return how to read the first tensor that a node has saved, None where it is freed."""
+    try:
+        (raw, *_) = private.raw_saved(node)
+        if isinstance(raw.data, (View, Leaf)):
+            return raw.data
+        return Leaf(node.saved_tensors[0])
+    except (RuntimeError, ValueError):
+        # the node has run already, has saved nothing, or x was changed in place
+        return None
+
+
+def save_view(node: Any, place: int, view: View) -> bool:
+    """Let a node of a Function save a view in place of the tensor that it has saved at a place.
+
+    Return False where torch does not let it. No hooks may be set around the node's call.
+    """
+    raw = private.raw_saved(node)
+    if raw:
+        # the pack hook is called at once, and frees the tensor
+        raw[place].register_hooks(view.replacing, unpack)
+    return bool(raw)
