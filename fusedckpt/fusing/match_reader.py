@@ -119,8 +119,8 @@ class Reader:
                 if part is not None and "base_layer" in part._modules:
                     part = base_of(part)
                 is_usual = is_usual and part is outer and type(part) is kind
-                if type(part) is not kind and (
-                    part is None or kind not in (None, _original_class(part))
+                if part is None or (
+                    type(part) is not kind and kind not in (None, _original_class(part))
                 ):
                     change = NotFused("child", ".".join(path))
                     break

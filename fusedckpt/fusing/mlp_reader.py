@@ -94,7 +94,7 @@ class MLPReader(Reader):
         super().__init__(match.guards, (*layers, *(rate[0] for rate in rates if rate is not None)))
         self.match = match
         # the place of the layer with the weight, the weight's name, and the same of the bias
-        self.linears = tuple(
+        self.linears: tuple[Any, ...] = tuple(
             (self.places[weight[:-1]], weight[-1])
             + ((None, None) if bias is None else (self.places[bias[:-1]], bias[-1]))
             for weight, bias, _ in block.linears
@@ -180,10 +180,10 @@ class MLPReader(Reader):
         for path, attribute in rates:
             if self.rate(parts, (path, attribute)) > 0:
                 return NotFused("dropout", ".".join(path) or attribute)
-        reads_mode = match.result_rate is not None and match.result_rate[1] != "p"
+        rate = match.result_rate
         # the recording does not tell which module's mode the forward reads
-        if reads_mode and len({part.training for part in module.modules()}) > 1:
-            return NotFused("dropout", match.result_rate[1])
+        if rate is not None and rate[1] != "p" and len({m.training for m in module.modules()}) > 1:
+            return NotFused("dropout", rate[1])
         return None
 
     def _unusual(

@@ -25,6 +25,7 @@ from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of
 from fusedckpt.fusing.call_state import is_noted
+from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
@@ -70,6 +71,7 @@ class Recomputed(Swapped):
 
     # of an MLP that no program computes: the state that was recorded
     _fusedckpt_match: MLPMatch | None = None
+    _fusedckpt_reader: Reader
     # of attention and mixers: the level, and the kinds of functions by which it mixes tokens
     _fusedckpt_save = "inputs"
     _fusedckpt_mixes = frozenset((NAME,))
