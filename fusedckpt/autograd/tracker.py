@@ -226,13 +226,15 @@ class Tracker:
                 self.count(tensor)
             return
         known = known_of(tensor)
-        if known is not None and known.forward is not self.reference:
-            known = None
-        made = None if known is None or known.leaf is not None else known.made()
+        made = None
+        if known is not None and known.forward is self.reference and known.leaf is None:
+            made = known.made()
+        # a function's result is made, not a leaf
+        assert not isinstance(made, Leaf)
         is_cut = made is not None and (made.depth > self.limit or not made.is_current())
         if self._observe is not None:
             self._observe(_choice(tensor, made, is_cut))
-        if made is None or is_cut:
+        if known is None or made is None or is_cut:
             # saved as it is, as what is known as saved already
             made = None
             known = self.note_saved(tensor)
