@@ -7,6 +7,7 @@ tensors: the recompute leaves them in slots.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -40,20 +41,27 @@ _NO_SLOT = None, None
 _OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
 
-# A saved tensor of a recompute's own graph, which nothing runs backward once it has ended: a list
-# that is emptied then. A function may leave tensors of that graph in attributes, as routers leave
-# their losses; they would keep all that it saved until the next step.
-_Lent = list[Tensor]
+class _Lent:
+    """A saved tensor of a recompute's own graph, until the recompute ends.
+
+    Nothing runs that graph backward later. A function may leave tensors of it in attributes, as
+    routers leave their losses; they would keep all that it saved until the next step.
+    """
+
+    __slots__ = "__weakref__", "tensor"
+
+    def __init__(self, tensor: Tensor):
+        self.tensor: Tensor | None = tensor
 
 
 def _unpack(lent: _Lent) -> Tensor:
     """Return the tensor; refuse one after the recompute."""
-    if not lent:
+    if lent.tensor is None:
         raise RuntimeError(
             "checkpoint: backward of a tensor that a recompute left behind: take the one that "
             "the forward left, before its backward"
         )
-    return lent[0]
+    return lent.tensor
 
 
 class Recompute(CheckpointPhase):
@@ -66,8 +74,10 @@ class Recompute(CheckpointPhase):
     # with GEMM outputs, which backward reads next; it counts on none, as the forward had none
     levels = PhaseLevels("inputs", "preact")
 
-    def __init__(self, segment: Trace, keeps: bool):
+    def __init__(self, segment: Trace, keeps: bool, asked: int = -1):
         self._segment = segment
+        # the place of the tensor that the node of a backward asks for; -1 outside of a backward
+        self._asked = asked
         self._keeps = keeps
         self._stops = segment.stops
         self.records = list[Record]()
@@ -89,10 +99,10 @@ class Recompute(CheckpointPhase):
         # whether all tensors came back before its end
         self._stopped = False
         self._problems: list[str] = []
-        # the operation that saved the last tensor without a gradient, and that tensor's shape and
-        # dtype: rrelu saves its noise, then the tensor of that shape, and then draws the noise
+        # of the tensor saved before, where it requires no gradient: the operation, shape and dtype
         self._noise: tuple[Any, ...] = ()
-        self._lent: list[_Lent] = []
+        # those that its graph still holds
+        self._lent: list[weakref.ref[_Lent]] = []
         self._wanted, self._last, self._last_compared, self._leaves_saved = places_of(segment)
 
     @property
@@ -132,8 +142,9 @@ class Recompute(CheckpointPhase):
                 self._explain(error, run)
                 raise
         finally:
-            for lent in self._lent:
-                lent.clear()
+            for reference in self._lent:
+                if (lent := reference()) is not None:
+                    lent.tensor = None
             for packed, leaf in self._leaves_saved:
                 # a write by the recompute itself is accepted
                 if (owner := leaf()) is not None:
@@ -229,16 +240,25 @@ class Recompute(CheckpointPhase):
             tensor = tensor.detach()
         if self._wanted.get(index):
             self.values[index] = tensor, tensor._version
+        like = private.num_nodes(), tensor.shape, tensor.dtype
         if index == self._last and self._stops:
-            # where this may be noise, or noise may come with it, the next operation ends the run
-            is_written = requires_grad or not self._wanted[index]
-            if is_written and self._noise != (private.num_nodes(), tensor.shape, tensor.dtype):
+            follows_noise = requires_grad and self._noise == like
+            if not (follows_noise and self._may_draw(index)):
                 self._stop()
-        if not requires_grad:
-            self._noise = private.num_nodes(), tensor.shape, tensor.dtype
-        lent = [tensor]
-        self._lent.append(lent)
+        self._noise = () if requires_grad else like
+        lent = _Lent(tensor)
+        self._lent.append(weakref.ref(lent))
         return lent
+
+    def _may_draw(self, index: int) -> bool:
+        """Whether the operation that saves a tensor, and one like it before, may be rrelu.
+
+        It saves noise, then its input, and only then draws the noise: the recompute goes on to the
+        next operation that saves a tensor. Others save such a pair, too (atan2, xlogy); the node
+        that asks for one of both says which operation it is of.
+        """
+        node = private.current_node() if self._asked in (index - 1, index) else None
+        return node is None or "Rrelu" in node.name()
 
     def asks(self, name: str) -> bool:
         """Whether the forward saved regions of this name."""

@@ -224,22 +224,23 @@ class Segment(Trace, CheckpointPhase):
             if tensor is not None:
                 return packed.of(tensor)
         backward = backward_id()
-        recompute = self._recomputes.get(backward) or self._recompute(backward)
-        tensor = recompute.take(packed.index)
+        index = packed.index
+        recompute = self._recomputes.get(backward) or self._recompute(backward, asked=index)
+        tensor = recompute.take(index)
         # read twice in one backward: once more, and then for as long as that takes
-        return self._recompute(backward, True).values[packed.index][0] if tensor is None else tensor
+        return self._recompute(backward, True, index).values[index][0] if tensor is None else tensor
 
     def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
         """Return the states of the generators that a recompute restores."""
         return self.calls[-1].surroundings.states()
 
-    def _recompute(self, backward: int, keeps: bool = False) -> Recompute:
+    def _recompute(self, backward: int, keeps: bool = False, asked: int = -1) -> Recompute:
         """Return a recompute that has run, or has taken over the one that was prefetched.
 
         backward: the id of the backward that it serves, -1 outside of any. keeps: whether it keeps
-        tensors that were taken.
+        tensors that were taken. asked: the place of the tensor that a node asks for.
         """
-        recompute = Recompute(self, keeps)
+        recompute = Recompute(self, keeps, asked)
         ahead = self._ahead
         if ahead is None or keeps or backward == -1:
             recompute.run()
