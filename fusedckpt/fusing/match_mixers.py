@@ -17,6 +17,7 @@ from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, MIXES, SAVE, Recomp
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import MARK, Part, Swap
+from fusedckpt.layers.fallbacks import NotFused
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
@@ -25,14 +26,15 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
     for name, kinds in _mixers(model, search, batch).items():
         module = search.modules[name]
-        if module in known or MARK in vars(module) or not mlps.isdisjoint(module.modules()):
+        if module in known or MARK in vars(module):
             continue
         # at other levels they are not swapped
         if not search.has(name, "attention") or search.save != "inputs":
             continue
         kind = type(module)
         attributes = {LITTLE_GAIN: None, SAVE: search.save, MIXES: kinds}
-        reason = reasons.of_storage(module) or swap_obstacle(module, attributes, [])
+        reason = None if mlps.isdisjoint(module.modules()) else NotFused("around")
+        reason = reason or reasons.of_storage(module) or swap_obstacle(module, attributes, [])
         if reason is not None:
             search.report.leave(name, "attention", reason, kind.__name__)
             continue

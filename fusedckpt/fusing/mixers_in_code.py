@@ -2,20 +2,20 @@
 
 A mixer is a module that mixes tokens. Its code is that of its class's forward, of its other methods
 and of callable objects in its attributes that are called there, and of functions of the user's
-package or file that these call. A softmax and a matrix product in the code of a class are attention
-written by hand. A function that only other code chooses, out of a table, is found by running the
-model, see `mixers_in_run`.
+package or file that these call. A softmax and a matrix product are attention written by hand: in
+this code, or in modules without weights that it calls, whatever their names. A function that only
+other code chooses, out of a table, is found by running the model, see `mixers_in_run`.
 """
 
 from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache, partial
 from inspect import unwrap
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -30,12 +30,27 @@ _ATTENTION = frozenset(
     + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "dispatch_attention_fn")
 )
 # of attention written by hand: a softmax between two products
-_SOFTMAX = "softmax"
+_SOFTMAXES = "softmax", "entmax", "sparsemax"
+# those of losses and of discrete choices
+_NO_SOFTMAXES = "log_softmax", "gumbel_softmax"
 _PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 # their functions beside a class's own file are not looked into
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
 # how many functions are looked into for one class
 _MOST_FUNCTIONS = 200
+
+
+class _Calls(NamedTuple):
+    """The calls in the code of a method, and in that of the functions that it calls."""
+
+    # the kinds of functions that mix tokens
+    kinds: frozenset[str] = frozenset()
+    # whether there is a matrix product
+    has_product: bool = False
+    # whether there is a softmax
+    has_softmax: bool = False
+    # all names in the code
+    names: frozenset[str] = frozenset()
 
 
 def mixers_in_code(modules: Mapping[str, nn.Module]) -> dict[str, frozenset[str]]:
@@ -72,11 +87,41 @@ def kinds_called(module: nn.Module) -> frozenset[str]:
     # in attributes, as diffusers' processors are
     classes = [type(value) for value in vars(module).values() if callable(value)]
     functions = [kind for x in vars(module).values() if (kind := _kind_of(x)) is not None]
-    called = [
-        _kinds_called_by(type(module), "forward"),
-        *(_kinds_called_by(kind, "__call__") for kind in classes),
-    ]
-    return frozenset(functions).union(*called)
+    calls = _calls_in(type(module), "forward")
+    kinds = calls.kinds.union(functions, *(_calls_in(kind, "__call__").kinds for kind in classes))
+    if NAME in kinds:
+        return kinds
+    inside = [calls, *_calls_inside(module, calls.names)]
+    is_by_hand = any(x.has_product for x in inside) and any(x.has_softmax for x in inside)
+    return kinds | {NAME} if is_by_hand else kinds
+
+
+def _calls_inside(module: nn.Module, names: Collection[str]) -> Iterator[_Calls]:
+    """Yield the calls of functions in a module's attributes, and of modules without weights."""
+    for name, value in vars(module).items():
+        if name in names and (called := _name_of(value)):
+            yield _Calls(has_product=called in _PRODUCTS, has_softmax=_is_softmax(called))
+    for name, child in module.named_children():
+        if name not in names or any(True for _ in child.parameters()):
+            continue
+        for inner in child.modules():
+            if isinstance(inner, (nn.Softmax, nn.Softmax2d)):
+                yield _Calls(has_softmax=True)
+            else:
+                yield _calls_in(type(inner), "forward")
+
+
+def _name_of(fn: Any) -> str:
+    """Return the name of a function, also of a partial of it; "" for other objects."""
+    if isinstance(fn, partial):
+        return _name_of(fn.func)
+    return fn.__name__ if isinstance(fn, (FunctionType, BuiltinFunctionType)) else ""
+
+
+def _is_softmax(name: str) -> bool:
+    """Whether a name is that of a softmax over scores, or one of its kind."""
+    lower = name.lower()
+    return any(word in lower for word in _SOFTMAXES) and lower not in _NO_SOFTMAXES
 
 
 def _kind_of(fn: Any) -> str | None:
@@ -89,27 +134,27 @@ def _kind_of(fn: Any) -> str | None:
 
 
 @cache
-def _kinds_called_by(kind: type, method: str) -> frozenset[str]:
-    """Return the kinds of functions that a method calls, by itself or by the functions it calls."""
+def _calls_in(kind: type, method: str) -> _Calls:
+    """Return the calls in a method's code, and in that of the functions that it calls."""
     owner = defining_class(kind, method)
     if owner.__module__.startswith("torch."):
-        return frozenset()
+        return _Calls()
     kinds = set[str]()
+    all_names = set[str]()
     seen = set[CodeType]()
     queue = [*_methods(kind, method)]
     has_product = False
-    has_softmax = False
     for fn in queue:
         code = fn.__code__
         if code in seen or len(seen) > _MOST_FUNCTIONS:
             continue
         seen.add(code)
         names = {*names_in(code)}
-        has_product = has_product or not _PRODUCTS.isdisjoint(names) or _has_product_operator(code)
-        has_softmax = has_softmax or _SOFTMAX in names
-        if not _ATTENTION.isdisjoint(names) or (has_product and has_softmax):
-            kinds.add(NAME)
-        for value in (*_values_named(fn, names), *_class_attributes(kind, names)):
+        values = [*_values_named(fn, names), *_class_attributes(kind, names)]
+        # under other names, too
+        all_names |= {*names, *map(_name_of, values)}
+        has_product = has_product or _has_product_operator(code)
+        for value in values:
             mixing = _kind_of(value)
             if mixing is not None:
                 kinds.add(mixing)
@@ -117,7 +162,11 @@ def _kinds_called_by(kind: type, method: str) -> frozenset[str]:
                 queue.append(unwrap(value))
         for name in names:
             queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
-    return frozenset(kinds)
+    has_product = has_product or not _PRODUCTS.isdisjoint(all_names)
+    has_softmax = any(map(_is_softmax, all_names))
+    if not _ATTENTION.isdisjoint(all_names) or (has_product and has_softmax):
+        kinds.add(NAME)
+    return _Calls(frozenset(kinds), has_product, has_softmax, frozenset(all_names))
 
 
 def _methods(kind: type, name: str) -> Iterator[FunctionType]:

@@ -43,6 +43,10 @@ WORDS = {
         "its {} would save more than four times its result, and runs again in backward",
         "skip it, or set its dropout to 0 if it has one",
     ),
+    "around": (
+        "its attention is written beside an MLP that is fused, in one forward",
+        f"move attention to a module of its own, or {_CHECKPOINT}",
+    ),
     "unseen": (
         "its attention is no call of torch's or transformers' functions, and saves little",
         'attn_implementation="sdpa" is one',

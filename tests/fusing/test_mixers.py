@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import types
 
@@ -389,3 +390,82 @@ def test_what_saves_much_is_found_by_running():
     assert report.fallbacks == {}
     # what is fused already is no part of a module that saves much
     assert fuse(fused, batch=x).swapped == {}
+
+
+class Wrapped(nn.Module):
+    """A softmax in a module of its own, beside a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = nn.ModuleDict({"softmax": nn.Softmax(-1), "drop": nn.Dropout(0.0)})
+
+    def forward(self, scores):
+        for step in self.steps.values():
+            scores = step(scores)
+        return scores
+
+
+class Product(nn.Module):
+    def forward(self, a, b):
+        return torch.matmul(a, b)
+
+
+class Attend(Attention):
+    """Its softmax is an attribute."""
+
+    def __init__(self, softmax):
+        super().__init__()
+        self.to_weights = softmax
+
+    def attend(self, q, k, v):
+        return self.to_weights(q @ k.mT) @ v
+
+
+class InModules(Attend):
+    """Its products are modules, too."""
+
+    def __init__(self):
+        super().__init__(nn.Softmax(-1))
+        self.scores, self.mix = Product(), Product()
+
+    def attend(self, q, k, v):
+        return self.mix(self.to_weights(self.scores(q, k.mT)), v)
+
+
+class Renamed(Attention):
+    def attend(self, q, k, v):
+        return renamed(q @ k.mT, -1) @ v
+
+
+renamed = F.softmax
+SOFTMAXES = {
+    "a module": lambda: Attend(nn.Softmax(-1)),
+    "in a Sequential": lambda: Attend(nn.Sequential(nn.Softmax(-1), nn.Dropout(0.0))),
+    "in an own module": lambda: Attend(Wrapped()),
+    "a partial": lambda: Attend(functools.partial(F.softmax, dim=-1)),
+    "modules alone": InModules,
+    "a global": Renamed,
+}
+
+
+@pytest.mark.parametrize("make", SOFTMAXES.values(), ids=list(SOFTMAXES))
+def test_a_softmax_of_any_name(make):
+    eager, fused, report = pair(make)
+    assert report.swapped["1"].endswith("recomputed but for attention itself")
+    x = randn(2, 4 * T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert saved_bytes(fused, [x]) == 2 * 4 * T * D * 4
+
+
+def test_attention_written_beside_an_mlp_is_named():
+    class Both(ByHand):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+        def forward(self, x):
+            return self.mlp(super().forward(x))
+
+    report = fuse(nn.Sequential(nn.LayerNorm(D), Both()))
+    assert report.left == {"1": ("around", "")}
+    assert report.kinds["1"] == "attention"
