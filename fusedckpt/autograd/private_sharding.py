@@ -6,6 +6,7 @@ As in `private`, a name that this torch lacks has a fallback.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -13,12 +14,34 @@ from torch import nn
 
 def fsdp_parameters(module: nn.Module) -> list[Any]:
     """Return the record that FSDP2 has of each parameter of a module; none without its names."""
+    return [param for group in _fsdp_groups(_fsdp_state(module)) for param in group.fsdp_params]
+
+
+def fsdp_lazy_state(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield the objects and attributes of FSDP2 that the first forward of a root sets.
+
+    None where that was: its root has been found.
+    """
+    states = {id(state): state for state in map(_fsdp_state, model.modules())}
+    for state in states.values():
+        if getattr(state, "_is_root", ...) is None:
+            places = [state, *_fsdp_groups(state)]
+            names = "_is_root", "_state_ctx", "_comm_ctx", "comm_ctx", "post_forward_mesh_info"
+            yield from ((place, name) for place in places for name in names if name in vars(place))
+
+
+def _fsdp_state(module: nn.Module) -> Any:
     if not hasattr(module, "_get_fsdp_state"):
+        return None
+    return module._get_fsdp_state()  # type: ignore[operator]
+
+
+def _fsdp_groups(state: Any) -> list[Any]:
+    if state is None:
         return []
-    state: Any = module._get_fsdp_state()  # type: ignore[operator]
     # torch 2.11 has one group
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    return [param for group in groups if group for param in group.fsdp_params]
+    return [group for group in groups if group]
 
 
 def unsharded_of(param: Any) -> Any:

@@ -36,6 +36,7 @@ from fusedckpt.reporting.step import (
     optimizers_of,
 )
 from fusedckpt.reporting.trial import random_states, tensors_of, trial
+from fusedckpt.reporting.wrappers import StandIns, bucket_bytes, inside_of, stand_ins
 
 
 def plan(
@@ -126,8 +127,7 @@ def plan(
             applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: the
             first one raised; with gloo, one did not call within a minute.
     """
-    parallel = model if isinstance(model, DistributedDataParallel) else None
-    model = model if parallel is None else parallel.module
+    model, parallel = inside_of(model)
     ranks = group_of(group, None if parallel is None else parallel.process_group)
     rates = list[CopyRates]()
 
@@ -155,7 +155,8 @@ def plan(
         names = unit_names(model, policy, units)
         step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="plan")
         step = step._replace(is_last=not goal.is_of_activations, reseed=random_states())
-        return _plan(_with_gradients(step, parallel, goal.accumulates), names, goal)
+        start = _with_gradients(step, parallel, goal.accumulates)
+        return _plan(start, names, goal, parallel)
 
     offloads = arguments.flag("plan", "offload", offload)
     made = broadcast(ranks, make, prepare=measure_copies if offloads else None)
@@ -222,6 +223,11 @@ class _StartingStep(NamedTuple):
     # parameters that begin it with a gradient of zeros, if they ever get a gradient
     assumed: AbstractSet[Tensor]
 
+    def with_stand_ins(self, made: StandIns) -> _StartingStep:
+        """Return the same of a model whose parameters were replaced; made: by old ones, new."""
+        assumed = {made.get(x, x) for x in self.assumed}  # type: ignore[call-overload]
+        return _StartingStep(self.step.with_stand_ins(made), assumed)
+
 
 def _with_gradients(
     step: Step, parallel: DistributedDataParallel | None, accumulates: bool
@@ -229,25 +235,26 @@ def _with_gradients(
     """Return the step with the gradients, and the bytes of buckets, that exist when it begins."""
     trained = [p for p in step.parameters() if p.requires_grad]
     has_views = getattr(parallel, "gradient_as_bucket_view", False)
-    bucket_bytes = 0
+    bytes_beside = 0
     # gradients that no_sync makes are outside of the buckets, which exist, too
     makes = accumulates and any(p.grad is None for p in trained)
     if parallel is not None and (makes or not has_views):
-        ignored = getattr(parallel, "parameters_to_ignore", ())
-        reduced = dict(parallel.module.named_parameters())
-        bucket_bytes = nbytes_of(
-            p for n, p in reduced.items() if p.requires_grad and n not in ignored
-        )
+        bytes_beside = bucket_bytes(parallel)
     existing = {p: p.grad for p in step.parameters() if p.grad is not None}
     # buckets outlive the gradients in them, and hold all
     is_full = accumulates or has_views
     absent = [p for p in trained if p not in existing] if is_full else []
     gradients = {**existing, **{p: torch.zeros_like(p) for p in absent}}
-    step = step._replace(gradients=gradients, bytes_beside=bucket_bytes)
+    step = step._replace(gradients=gradients, bytes_beside=bytes_beside)
     return _StartingStep(step, set(absent if accumulates else ()))
 
 
-def _plan(start: _StartingStep, names: list[str], goal: _Goal) -> Plan:
+def _plan(
+    start: _StartingStep,
+    names: list[str],
+    goal: _Goal,
+    parallel: DistributedDataParallel | None,
+) -> Plan:
     """Return the plan: survey the model, measure its units, solve, and try plans in steps."""
     step = start.step
     policy = goal.policy
@@ -258,9 +265,12 @@ def _plan(start: _StartingStep, names: list[str], goal: _Goal) -> Plan:
     inputs = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
     with (
         trial(model, step.optimizers, inputs, limit or 0),
+        stand_ins(parallel) as replaced,
         torch.enable_grad(),
         progress("plan", 3, goal.progress) as tell,
     ):
+        start = start.with_stand_ins(replaced)
+        step = start.step
         tell("running the model")
         if goal.has_default_units:
             names = default_units(step, names)
@@ -315,8 +325,9 @@ def _make_state(step: Step, trained: Collection[Tensor]) -> None:
         if optimizer.state:
             continue
         for parameter in (x for group in optimizer.param_groups for x in group["params"]):
-            gradient = step.gradients.get(parameter)
-            if gradient is None and parameter.requires_grad and parameter not in untrained:
+            leaf = step.stand_ins.get(parameter, parameter)
+            gradient = step.gradients.get(leaf)
+            if gradient is None and parameter.requires_grad and leaf not in untrained:
                 gradient = _empty_gradient(parameter, isinstance(optimizer, SparseAdam))
             parameter.grad = gradient
         check_sparse(step.caller, optimizer)

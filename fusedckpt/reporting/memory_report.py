@@ -33,6 +33,7 @@ from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of
 from fusedckpt.reporting.timeline import ModuleBlock, Moment, RunningModules, read_timeline
 from fusedckpt.reporting.trial import trial
+from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins, without_root
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ def report(
     checkpoints, so nothing is listed there; the recomputation shows in the timeline. Compiled code
     counts as one module; call it once before, so that the step does not compile. Models that call
     torch.func.grad and the like cannot be reported, as torch does not allow hooks on saved tensors
-    there.
+    there. Of a DistributedDataParallel the module inside is reported, with the bytes of its
+    buckets beside the gradients; no rank waits for another.
 
     Sizes are requested bytes; blocks of CUDA's caching allocator are larger. With several devices,
     `timeline` and `resident_bytes` are those of the first parameter's device.
@@ -202,11 +204,20 @@ def report(
             is not a scalar that requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """
+    model, parallel = inside_of(model)
     optimizers = optimizers_of("report", optimizer)
     check_step("report", model, loss, optimizers, inputs=(args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
-    step = Step(model, args, kwargs, loss or default_loss, optimizers=optimizers)
-    with trial(parts, optimizers, (args, kwargs)), torch.enable_grad():
+    step = Step(model, args, kwargs, loss or default_loss, optimizers)
+    if parallel is not None:
+        step = step._replace(bytes_beside=bucket_bytes(parallel))
+    with (
+        trial(parts, optimizers, (args, kwargs)),
+        stand_ins(parallel) as replaced,
+        without_root(model),
+        torch.enable_grad(),
+    ):
+        step = step.with_stand_ins(replaced)
         state_bytes = nbytes_of(step.state())
         measured = _measured(step)
         # the optimizer made its state in that step

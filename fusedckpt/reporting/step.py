@@ -43,6 +43,8 @@ class Step(NamedTuple):
     caller: str = "report"
     # puts random states to those that each step begins with
     reseed: Callable[[], None] | None = None
+    # by parameter that the optimizers have, the one that the model has in its place
+    stand_ins: Mapping[Tensor, Tensor] = MappingProxyType({})
 
     def take(
         self,
@@ -73,6 +75,8 @@ class Step(NamedTuple):
         loss.backward()
         if self.optimizers and self.is_last:
             mark("optimizer")
+            for parameter, stand_in in self.stand_ins.items():
+                parameter.grad = stand_in.grad
             for optimizer in self.optimizers:
                 check_sparse(self.caller, optimizer)
                 optimizer.step()
@@ -105,13 +109,18 @@ class Step(NamedTuple):
             self.reseed()
         # weights that autocast has cast already would not be seen to take memory
         torch.clear_autocast_cache()
-        for parameter in self.parameters():
+        for parameter in (*self.stand_ins, *self.parameters()):
             parameter.grad = self.gradients.get(parameter)
         args, kwargs = aliased((self.args, self.kwargs))
         step = self._replace(args=args, kwargs=kwargs)
         buffers = list(self.model.buffers())
         held = [*self.parameters(), *buffers, *step.inputs(), *self.state()]
         return step, [*held, *self.gradients.values()]
+
+    def with_stand_ins(self, made: Mapping[Any, Any]) -> Step:
+        """Return the step of a model whose parameters were replaced; made: by old ones, new."""
+        gradients = {made.get(x, x): gradient for x, gradient in self.gradients.items()}
+        return self._replace(stand_ins=made, gradients=gradients)
 
     def resident(self, held: list[Tensor]) -> int:
         """Return the bytes of tensors on the first tensor's device, and `bytes_beside`."""
@@ -131,12 +140,12 @@ class Step(NamedTuple):
     def parameters(self) -> list[Tensor]:
         """Return the model's parameters, then those that only the optimizers have."""
         groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        stepped = [parameter for group in groups for parameter in group["params"]]
+        stepped = [self.stand_ins.get(x, x) for group in groups for x in group["params"]]
         return list(dict.fromkeys([*self.model.parameters(), *stepped]))
 
     def state(self) -> list[Tensor]:
         """Return the tensors that the optimizers have, but for parameters and gradients."""
-        parameters = {id(x) for x in self.parameters()}
+        parameters = {id(x) for x in (*self.stand_ins, *self.parameters())}
         tensors = {id(x): x for x in _tensors_in(self.optimizers, set())}
         return [x for key, x in tensors.items() if key not in parameters]
 

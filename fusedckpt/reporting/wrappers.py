@@ -1,0 +1,106 @@
+"""Wrappers of models that learn from a first step: of a report or a plan they learn nothing.
+
+The reducer of DDP has a hook behind the accumulation of every gradient, also in a backward that did
+not begin in DDP's own forward. There it counts: in the first backward of static_graph=True how
+often each parameter gets a gradient, with find_unused_parameters=True which ones do. Nothing puts
+these counts back, and a count of other steps than the loop's makes ranks wait for each other for
+good. A parameter that shares the memory, and has an accumulation of its own, calls no such hook.
+
+FSDP2 takes the first module that is called for the root, and refuses another one from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedckpt.autograd.private_sharding import fsdp_lazy_state
+from fusedckpt.memory import nbytes_of
+
+StandIns = dict[nn.Parameter, nn.Parameter]
+
+
+def inside_of(model: Any) -> tuple[Any, DistributedDataParallel | None]:
+    """Return the module in a DistributedDataParallel, and that; else the model, and None."""
+    parallel = model if isinstance(model, DistributedDataParallel) else None
+    return (model if parallel is None else parallel.module), parallel
+
+
+def bucket_bytes(parallel: DistributedDataParallel) -> int:
+    """Return the bytes of the buckets in which a DistributedDataParallel reduces gradients."""
+    ignored = getattr(parallel, "parameters_to_ignore", ())
+    reduced = dict(parallel.module.named_parameters())
+    return nbytes_of(p for n, p in reduced.items() if p.requires_grad and n not in ignored)
+
+
+@contextmanager
+def stand_ins(parallel: DistributedDataParallel | None) -> Iterator[StandIns]:
+    """Replace the trained parameters of the module in `parallel` meanwhile; yield by old ones, new.
+
+    Without `parallel` nothing is replaced. Optimizers have the old ones, see `Step.stand_ins`.
+    """
+    made: StandIns = {}
+    places = [] if parallel is None else [*_places(parallel.module)]
+    for _, _, parameter in places:
+        if parameter not in made:
+            made[parameter] = _stand_in(parameter)
+    try:
+        for module, name, parameter in places:
+            _set(module, name, made[parameter])
+        yield made
+    finally:
+        for module, name, parameter in places:
+            _set(module, name, parameter)
+
+
+@contextmanager
+def without_root(model: nn.Module) -> Iterator[None]:
+    """Forget on leaving which module FSDP2 took for the root meanwhile, if it had none before."""
+    before = [(place, name, vars(place)[name]) for place, name in fsdp_lazy_state(model)]
+    try:
+        yield
+    finally:
+        for place, name, value in before:
+            setattr(place, name, value)
+            if name == "_state_ctx":
+                value.all_states.clear()
+
+
+def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """Yield the trained parameters of a model with their modules and names there."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad:
+                yield module, name, parameter
+
+
+def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = parameter
+    else:
+        # a recurrent module has its weights in a list, too
+        setattr(module, name, parameter)
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter that shares memory, version, class, attributes and hooks with another."""
+    made = nn.Parameter(parameter.detach())
+    made.__class__ = parameter.__class__
+    vars(made).update(vars(parameter))
+    made._backward_hooks = parameter._backward_hooks
+    if parameter._post_accumulate_grad_hooks:
+        made.register_post_accumulate_grad_hook(partial(_run_hooks, parameter))
+    return made
+
+
+def _run_hooks(parameter: nn.Parameter, stand_in: Any) -> None:
+    """Run the hooks of a parameter, such as the step of its optimizer, on that parameter."""
+    parameter.grad, stand_in.grad = stand_in.grad, None
+    for hook in [*parameter._post_accumulate_grad_hooks.values()]:  # type: ignore[attr-defined]
+        hook(parameter)
+    stand_in.grad, parameter.grad = parameter.grad, None
