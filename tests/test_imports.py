@@ -11,6 +11,7 @@ PACKAGE = Path(fusedckpt.__file__).parent
 ALLOWED = {
     "kernels": set(),
     "autograd": {"kernels"},
+    "state": set(),
     "allocations": {"autograd"},
     "memory": {"autograd", "allocations"},
     "blocks": {"kernels", "autograd"},
@@ -18,12 +19,18 @@ ALLOWED = {
     "functional": {"kernels", "autograd", "layers"},
     "parallel": {"layers"},
     "reference": {"blocks", "functional"},
-    "checkpointing": {"autograd", "memory"},
+    "checkpointing": {"autograd", "memory", "state"},
     "fusing": {
-        *("kernels", "autograd", "reference", "blocks", "layers", "memory", "checkpointing"),
+        *("kernels", "autograd", "reference", "blocks", "layers", "memory", "state"),
+        "checkpointing",
     },
-    "reporting": {"autograd", "allocations", "memory", "layers", "checkpointing", "fusing"},
-    "planning": {"autograd", "memory", "blocks", "layers", "checkpointing", "fusing", "reporting"},
+    "reporting": {
+        *("autograd", "allocations", "memory", "state", "layers", "checkpointing", "fusing"),
+    },
+    "planning": {
+        *("autograd", "memory", "state", "blocks", "layers", "checkpointing", "fusing"),
+        "reporting",
+    },
     "__main__": {"reporting"},
     "integrations": {"autograd", "blocks", "checkpointing", "fusing", "reporting", "planning"},
 }

@@ -22,6 +22,7 @@ from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.surroundings import Surroundings
+from fusedckpt.state.holders import ATOMS
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -142,10 +143,6 @@ class Saved(NamedTuple):
     meta: tuple[Any, ...]
     # see `Leaves`
     leaves: Sequence[TensorWeakRef]
-
-
-# data, of which a container may hold very much
-ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
 
 
 def objects_in(value: Any) -> Iterator[Any]:

@@ -35,6 +35,7 @@ from fusedckpt.checkpointing.calls import (
 from fusedckpt.checkpointing.derived import Derived, derived_from
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.memory import nbytes_of
+from fusedckpt.state.rng import RandomStates
 
 # a region that would save more than this many times its output is recomputed
 MOST = 4
@@ -57,8 +58,8 @@ class Record(NamedTuple):
     outputs: Sequence[tuple[Any, bool]] | None = None
     # how the leaves make the result
     spec: Any = None
-    # the states of random number generators behind the call, each with its setter
-    states: Sequence[tuple[Callable[[Any], Any], Any]] = ()
+    # the states of random number generators behind the call
+    states: Sequence[RandomStates] = ()
 
 
 class CheckpointPhase(SavePhase):
@@ -98,9 +99,9 @@ class CheckpointPhase(SavePhase):
         """Save an argument, or a tensor of a region."""
         return Argument(tensor)
 
-    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return states of generators, each with a function that restores it."""
-        return []
+    def random_states(self) -> RandomStates | None:
+        """Return the states now of the generators that a recompute restores."""
+        return None
 
     def meet(self, name: str) -> Record | None:
         """Return the record of the region that a recompute has come to, None in a forward."""
@@ -317,8 +318,8 @@ def _run(
         with saved_tensors_hooks(phases.pack_hook(inside), checkpoints[0].unpack):
             result = call()
         record = inside.record(name, result, checkpoints)
-        states = [state for phase in checkpoints for state in phase.states()]
-        record = record._replace(states=states)
+        states = [phase.random_states() for phase in checkpoints]
+        record = record._replace(states=[x for x in states if x is not None])
     finally:
         inside.end()
         # a region that raised raises again
@@ -337,8 +338,8 @@ def _result(record: Record, inputs: Sequence[Tensor]) -> Any:
         made = _Skipped.apply(record.name, [leaves[i] for i in needed], *anchors)
         for i, x in zip(needed, made, strict=True):
             leaves[i] = x
-    for write, state in record.states:
-        write(state)
+    for states in record.states:
+        states.restore()
     return pytree.tree_unflatten(leaves, record.spec)
 
 

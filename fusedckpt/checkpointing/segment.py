@@ -9,7 +9,6 @@ recompute serves one backward; the end of that backward drops all that the recom
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -43,6 +42,7 @@ from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import CheckpointPhase
 from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
+from fusedckpt.state.rng import RandomStates
 
 # of a node: the segment of the function that returned its result
 _MARK = "fusedckpt segment"
@@ -230,9 +230,9 @@ class Segment(Trace, CheckpointPhase):
         # read twice in one backward: once more, and then for as long as that takes
         return self._recompute(backward, True, index).values[index][0] if tensor is None else tensor
 
-    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return the states of the generators that a recompute restores."""
-        return self.calls[-1].surroundings.states()
+    def random_states(self) -> RandomStates | None:
+        """Return the states now of the generators that a recompute restores."""
+        return self.calls[-1].surroundings.random_states()
 
     def _recompute(self, backward: int, keeps: bool = False, asked: int = -1) -> Recompute:
         """Return a recompute that has run, or has taken over the one that was prefetched.

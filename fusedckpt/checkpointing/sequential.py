@@ -220,7 +220,7 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
     saved_before = 0
     # the first function whose input has the memory of the present input
     origin = 0
-    random_states = Surroundings([*_tensors(input), *parameters], rng=True, python_rng=True)
+    random_states = Surroundings([*_tensors(input), *parameters], torch_rng=True, python_rng=True)
     with random_states.restored(), Buffers(attributes=True), disable_current_modes():
         for i, function in enumerate(functions):
             fresh = pytree.tree_map_only(Tensor, _fresh, input)

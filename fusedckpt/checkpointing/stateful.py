@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.checkpointing.calls import ATOMS, Argument, Call, objects_in
+from fusedckpt.checkpointing.calls import Argument, Call, objects_in
+from fusedckpt.state.holders import ATOMS
 
 # how deep objects are looked into: a cache has layers, and these have keys and values
 _DEPTH = 4

@@ -2,60 +2,55 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fusedckpt.autograd import private
+from fusedckpt.state import rng
 
 # of scaled_dot_product_attention: whether each is enabled, and its name
 _KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
 _CPU = torch.device("cpu")
-_CPU_GENERATOR = torch.default_generator.get_state, torch.default_generator.set_state
-_PYTHON_GENERATORS = [
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-]
 
 
 class Surroundings:
     """The state of now, on the CPU and on the devices of the tensors among `objects`."""
 
-    def __init__(self, objects: list[Any], rng: bool, python_rng: bool):
+    def __init__(self, objects: list[Any], torch_rng: bool, python_rng: bool):
         devices = set()
         generators = []
         for x in objects:
             if isinstance(x, Tensor) and x.device.type != "cpu":
                 devices.add(x.device)
             elif isinstance(x, torch.Generator):
-                generators.append((x.get_state, x.set_state))
+                generators += [rng.of_object(x)]
         if not devices and torch.cuda.is_initialized():
             # the function may move them there
             devices.add(torch.device("cuda", torch.cuda.current_device()))
-        self._generators = []
-        if rng:
-            self._generators = [_CPU_GENERATOR, *generators]
+        if torch_rng:
+            generators.append(rng.CPU)
             for device in devices:
-                self._generators += _generator_of(device)
+                _check_capture(device)
+                generators += rng.of_device(device)
+        else:
+            generators = []
         if python_rng:
-            self._generators += _PYTHON_GENERATORS
-        self._states = self.states()
+            generators += rng.PYTHON
+        self._random_states = rng.RandomStates(generators)
         self._kinds = ["cpu"]
         for device in devices:
             if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
                 self._kinds.append(device.type)
         self._settings = _settings_of(self._kinds)
 
-    def states(self) -> list[tuple[Callable[[Any], Any], Any]]:
-        """Return the states of the generators now, each with a function that restores it."""
-        return [(write, read()) for read, write in self._generators]
+    def random_states(self) -> rng.RandomStates:
+        """Return the states of the generators now."""
+        return rng.RandomStates(self._random_states.generators)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -66,18 +61,14 @@ class Surroundings:
                 stack.enter_context(private.outside_vmap())
             # and that of is_grads_batched, which no stack tells of
             stack.enter_context(private.outside_legacy_vmap())
-            present = self.states()
+            stack.enter_context(self._random_states.restored())
             try:
-                for write, state in self._states:
-                    write(state)
                 if (now := _settings_of(self._kinds)) != self._settings:
                     for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
                         if setting != other:
                             stack.enter_context(enter(*setting))
                 yield
             finally:
-                for write, state in present:
-                    write(state)
                 for _, (_, _, is_enabled, _) in self._settings[3:]:
                     # else casts of weights live on, where autocast is still on in backward
                     if is_enabled:
@@ -110,16 +101,9 @@ def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, 
     return settings
 
 
-def _generator_of(device: torch.device) -> list[tuple[Any, Any]]:
-    """Return a reader and a writer of the state of a device's random number generator, if any."""
-    if device.type == "meta":
-        return []
+def _check_capture(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "checkpoint: the state of a random number generator cannot be read while a CUDA graph "
             "is captured: pass preserve_rng_state=False"
         )
-    module = torch.get_device_module(device.type)
-    # the one MPS device goes unnamed
-    where = {} if device.type == "mps" else {"device": device}
-    return [(partial(module.get_rng_state, **where), partial(module.set_rng_state, **where))]

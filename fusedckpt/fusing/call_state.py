@@ -13,7 +13,6 @@ changed.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,25 +20,22 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import cache, partial
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.checkpointing.calls import ATOMS
-from fusedckpt.fusing.state_holders import (
-    BASES,
-    CONTAINERS,
-    Slots,
+from fusedckpt.fusing.written_tensors import ModuleTensor, WrittenTensors
+from fusedckpt.state import rng
+from fusedckpt.state.holders import (
+    ATOMS,
+    PLAIN,
     contents_of,
+    holders_of,
     is_of_library,
     numbers_of,
     put_back,
-    slots_of,
 )
-from fusedckpt.fusing.written_tensors import ModuleTensor, WrittenTensors
 
 # a container of more entries is data, and more objects are no state of one module
 _MOST_ENTRIES = 1 << 10
@@ -55,13 +51,6 @@ _Contents = tuple[Any, Any]
 _Versions = list[tuple[Tensor, int]]
 
 
-class _GeneratorCalls(NamedTuple):
-    """The functions that write and read the state of a random number generator."""
-
-    write: Callable[[Any], Any]
-    read: Callable[[], Any]
-
-
 class CallState:
     """The state of a module, and of the arguments of one call of it, before that call."""
 
@@ -72,7 +61,7 @@ class CallState:
         # parameters, and whether they require gradients
         self._flags: list[tuple[Tensor, bool]] = []
         # generators, and their states
-        self._generators: list[tuple[_GeneratorCalls, Any]] = []
+        self._generators: list[tuple[rng.GeneratorCalls, Any]] = []
         # tensors in objects among the arguments; the checkpoint knows the others
         self._in_arguments: _Versions = []
         seen = set[int]()
@@ -122,18 +111,15 @@ class CallState:
     def _note(self, value: Any) -> Sequence[Any]:
         """Note one object, and return the objects in it."""
         kind = type(value)
-        if kind in CONTAINERS:
+        if kind in PLAIN:
             return self._note_contents(value)
         if isinstance(value, tuple):
             return value[:_MOST_ENTRIES]
-        if (calls := _generator_calls(value)) is not None:
+        if (calls := rng.of_object(value)) is not None:
             self._generators.append((calls, calls.read()))
         elif _is_plain_class(kind):
-            attributes = getattr(value, "__dict__", None)
-            contents = [*self._note_contents(value)] if isinstance(value, BASES) else []
-            contents += self._note_contents(attributes) if type(attributes) is dict else ()
-            contents += self._note_contents(Slots(value)) if slots_of(kind) else ()
-            return contents
+            holders = holders_of(value, of_callables=True)
+            return [part for holder in holders for part in self._note_contents(holder)]
         return ()
 
     def _note_contents(self, holder: Any) -> Sequence[Any]:
@@ -192,7 +178,7 @@ class CallState:
 
 def is_noted(value: Any) -> bool:
     """Whether an argument is a container; its contents are brought back."""
-    return type(value) in CONTAINERS or isinstance(value, UserDict)
+    return type(value) in PLAIN or isinstance(value, UserDict)
 
 
 def _is_leaf(tensor: Tensor | None) -> bool:
@@ -233,20 +219,6 @@ def _is_plain_class(kind: type) -> bool:
     return not (is_library or issubclass(kind, (nn.Module, Tensor, Enum, type)))
 
 
-def _generator_calls(value: Any) -> _GeneratorCalls | None:
-    """Return the functions of a random number generator, None for other objects."""
-    if isinstance(value, torch.Generator):
-        return _GeneratorCalls(value.set_state, value.get_state)
-    if isinstance(value, random.Random):
-        return _GeneratorCalls(value.setstate, value.getstate)
-    if isinstance(value, np.random.RandomState):
-        return _GeneratorCalls(value.set_state, value.get_state)
-    if isinstance(value, np.random.Generator):
-        bits = value.bit_generator
-        return _GeneratorCalls(partial(setattr, bits, "state"), lambda: bits.state)
-    return None
-
-
 @cache
 def _class_readers(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
     """Return readers of the state beside a class's objects.
@@ -260,7 +232,7 @@ def _class_readers(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
             continue
         module_globals = vars(sys.modules.get(base.__module__, base))
         for name, value in [*module_globals.items()]:
-            if _generator_calls(value) is not None:
+            if rng.of_object(value) is not None:
                 readers.append(partial(_named, module_globals, name))
         for name, value in vars(base).items():
             if isinstance(value, FunctionType):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fusedckpt.state import rng
+
 
 class Noise:
     """The noise by which dropout multiplies on a CPU, and its random state."""
 
     def __init__(self, like: Tensor, p: float):
-        self.state = torch.get_rng_state()
+        self.state = rng.CPU.read()
         self.p = p
         self.size = like.shape
         self.stride = like.stride()
@@ -19,8 +21,8 @@ class Noise:
     def __call__(self) -> Tensor:
         """Return the noise again."""
         noise = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
-        with torch.random.fork_rng(devices=[]):
-            torch.set_rng_state(self.state)
+        with rng.kept([rng.CPU]):
+            rng.CPU.write(self.state)
             return drawn(noise, self.p)
 
 
@@ -44,12 +46,10 @@ class Mask:
     def __call__(self) -> Tensor:
         """Return the mask again: the numbers are drawn for the same layout, whatever the data."""
         x = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        before = torch.cuda.get_rng_state(self.device)
-        torch.cuda.set_rng_state(self.state, self.device)
-        try:
+        (generator,) = rng.of_device(self.device)
+        with rng.kept([generator]):
+            generator.write(self.state)
             return torch.native_dropout(x, self.p, True)[1]
-        finally:
-            torch.cuda.set_rng_state(before, self.device)
 
 
 def random_state(x: Tensor) -> Tensor | None:
@@ -58,7 +58,8 @@ def random_state(x: Tensor) -> Tensor | None:
     is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
     if x.device.type != "cuda" or not is_aligned or torch.cuda.is_current_stream_capturing():
         return None
-    return torch.cuda.get_rng_state(x.device)
+    (generator,) = rng.of_device(x.device)
+    return generator.read()
 
 
 def masked(scale: float, x: Tensor, mask: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
+from fusedckpt.state.rng import CPU, GeneratorCalls, RandomStates, of_device
 
 # told by name: transformers is not imported
 _LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
@@ -237,7 +238,7 @@ class FusedCausalModel(nn.Module):
         # one call in training says nothing about nodes that evaluation has not
         known = mapping if torch.is_grad_enabled() else None
         call = _LossCall(known)
-        random_state = _random_state(head)
+        random_states = RandomStates(_generators(head))
         try:
             head._fusedckpt_call = call
             output = run()
@@ -255,7 +256,7 @@ class FusedCausalModel(nn.Module):
             return output if call.hidden is None else _output_without_logits(output)
         finally:
             head.__dict__.pop("_fusedckpt_call", None)
-        _restore_random_state(head, random_state)
+        random_states.restore()
         output = run()
         reason = f"{type(self).__name__} {reason}"
         self.__dict__[MAPPING] = reason
@@ -310,17 +311,11 @@ def _output_without_logits(output: Any) -> Any:
     return type(output)(**{**output, "logits": None})
 
 
-def _random_state(head: Any) -> tuple[Tensor, Tensor | None]:
+def _generators(head: Any) -> list[GeneratorCalls]:
     device = head.weight.device
     # it is not to be read while a CUDA graph is captured
     is_read = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if is_read else None
-
-
-def _restore_random_state(head: Any, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], head.weight.device)
+    return [CPU, *(of_device(device) if is_read else ())]
 
 
 def is_causal_loss(function: Any) -> bool:

@@ -29,6 +29,7 @@ from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.memory import nbytes_of
+from fusedckpt.state import rng
 
 # modules with one of these are not run again as a whole
 _NOT_RERUN = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
@@ -48,7 +49,7 @@ def mixers_in_run(
         copied = copy.deepcopy(model, shared)
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
-    states = [(g, g.get_state()) for g in _generators(model)]
+    states = rng.RandomStates(filter(None, map(rng.of_object, _generators(model))))
     names = {module: name for name, module in copied.named_modules()}
     observer = _RunObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:
@@ -56,8 +57,7 @@ def mixers_in_run(
     except Exception as error:
         return f"the model raised {type(error).__name__}: {error}"
     finally:
-        for generator, state in states:
-            generator.set_state(state)
+        states.restore()
     heavy = {module: set[str]() for module in observer.heavy}
     kinds_by_module = {**heavy, **observer.kinds}
     return innermost(
@@ -107,7 +107,7 @@ class _RunObserver:
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._running.append(_RunningModule(module, torch.random.get_rng_state(), {}))
+            self._running.append(_RunningModule(module, rng.CPU.read(), {}))
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if threading.get_ident() != self._thread or not self._running:
@@ -196,7 +196,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _repeats(results: list[Tensor], running: _RunningModule, args: Any, kwargs: Any) -> bool:
     """Whether a second run of a module gives these results."""
-    torch.random.set_rng_state(running.random_state)
+    rng.CPU.write(running.random_state)
     module = running.module
     try:
         with torch.no_grad():

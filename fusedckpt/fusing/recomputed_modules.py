@@ -20,7 +20,7 @@ from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
-from fusedckpt.checkpointing.calls import ATOMS, Packed, objects_in
+from fusedckpt.checkpointing.calls import Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of
@@ -31,6 +31,7 @@ from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.state.holders import ATOMS
 
 # the block of an MLP that no program computes
 RERUN = MatchedBlock("recomputed", (), "")

@@ -7,13 +7,11 @@ the reason.
 from __future__ import annotations
 
 import inspect
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from fusedckpt.fusing.op_recorder import Node, OpRecorder, nodes_behind
 from fusedckpt.fusing.replica import Path, undisturbed
 from fusedckpt.fusing.spies import ForwardLog, spied_copy
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.state import rng
 
 _AUTOCASTING = ("cpu", "cuda")
 
@@ -74,7 +73,7 @@ def record(
     log = ForwardLog()
     dtype_of_module = next((p.dtype for p in module.parameters()), torch.float32)
     try:
-        with _python_random(log), undisturbed("meta"):
+        with undisturbed("meta"), _python_random(log):
             clone = spied_copy(module, log, dtype, training, rate=rate)
             xs = [_meta_input(shape, dtype or dtype_of_module, strided) for _ in range(num_inputs)]
             for x in xs:
@@ -123,18 +122,13 @@ def other_inputs(module: nn.Module) -> NotFused | None:
 
 @contextmanager
 def _python_random(log: ForwardLog) -> Iterator[None]:
-    """Restore the random states of Python and numpy, and stop the log if numbers were drawn."""
-    state: Any = random.getstate()
-    numpy_state: Any = np.random.get_state()
+    """Stop the log if numbers of Python's or numpy's generators were drawn."""
+    states = rng.RandomStates(rng.PYTHON)
     try:
         yield
     finally:
-        now: Any = np.random.get_state()
-        is_same = np.array_equal(numpy_state[1], now[1]) and numpy_state[2:] == now[2:]
-        if random.getstate() != state or not is_same:
+        if states.have_moved():
             log.stopped("random")
-        random.setstate(state)
-        np.random.set_state(numpy_state)
 
 
 @contextmanager

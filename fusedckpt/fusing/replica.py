@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.state import rng
+
 Path = tuple[str, ...]
 
 # rows of the random input: enough to tell rules of rounding apart, and few
@@ -114,11 +116,11 @@ class Draw:
 
 @contextmanager
 def undisturbed(device: torch.device | str) -> Iterator[None]:
-    """Restore the RNG state, and run outside of the caller's modes, as plain training code does."""
+    """Restore all random states; run outside of the caller's modes, as plain training code does."""
     kind = torch.device(device).type
     with (
         warnings.catch_warnings(),
-        torch.random.fork_rng([device] if kind == "cuda" else []),
+        rng.kept(rng.everywhere()),
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast(kind if kind != "meta" else "cpu", enabled=False),

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.determinism import Results, note_of
-from fusedckpt.reporting.containers import nested, restorer
+from fusedckpt.state.holders import ATOMS, nested, restorer
 
 # why no segment may contain a unit
 CHANGES = "changes its argument"

@@ -26,6 +26,7 @@ from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODU
 from fusedckpt.planning.survey import WRITES
 from fusedckpt.planning.whole_steps import Times, once, step_kind
 from fusedckpt.reporting.step import Step
+from fusedckpt.state import rng
 
 # a unit that saves less takes more than that by this share of its forward at least: less is noise
 _NOT_FREE = 0.01
@@ -67,7 +68,7 @@ def measure_chain(
         peak_before=max(peaks["begin"], peaks["forward"]),
         peak_after=max(peaks["optimizer"], peaks["end"]),
         # only a CPU's random states are in its own memory
-        random_state_bytes=torch.get_rng_state().nbytes if step.device.type == "cpu" else 0,
+        random_state_bytes=rng.CPU.read().nbytes if step.device.type == "cpu" else 0,
         saved_behind=max(0, baseline.live["backward"] - baseline.live["returned"]),
         casts_outlive_model=costs.casts_outlive_model,
         to_host=rates.to_host,

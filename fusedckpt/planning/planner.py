@@ -35,8 +35,9 @@ from fusedckpt.reporting.step import (
     default_loss,
     optimizers_of,
 )
-from fusedckpt.reporting.trial import random_states, tensors_of, trial
+from fusedckpt.reporting.trial import tensors_of, trial
 from fusedckpt.reporting.wrappers import StandIns, bucket_bytes, inside_of, stand_ins
+from fusedckpt.state import rng
 
 
 def plan(
@@ -154,7 +155,8 @@ def plan(
         _check_gradients(goal)
         names = unit_names(model, policy, units)
         step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="plan")
-        step = step._replace(is_last=not goal.is_of_activations, reseed=random_states())
+        reseed = rng.RandomStates(rng.everywhere()).restore
+        step = step._replace(is_last=not goal.is_of_activations, reseed=reseed)
         start = _with_gradients(step, parallel, goal.accumulates)
         return _plan(start, names, goal, parallel)
 

@@ -25,9 +25,9 @@ from fusedckpt.planning.graph import graph_of, leaves_of
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
 from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
 from fusedckpt.planning.units import levels_of
-from fusedckpt.reporting.containers import nested, trimmer
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
+from fusedckpt.state.holders import nested, trimmer
 
 WRITES = "modifies its input"
 

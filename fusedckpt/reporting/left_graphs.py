@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from fusedckpt.reporting.containers import nested
+from fusedckpt.state.holders import nested
 
 
 class LeftGraphs:

@@ -7,7 +7,6 @@ training goes on as if nothing had been.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,25 +18,18 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.autograd.private_sharding import fsdp_parameters, unsharded_of
-from fusedckpt.checkpointing.calls import ATOMS
 from fusedckpt.checkpointing.module_calls import is_state
 from fusedckpt.memory import strided
-from fusedckpt.reporting.containers import (
+from fusedckpt.state import rng
+from fusedckpt.state.holders import (
+    ATOMS,
     CONTAINERS,
     nested,
     parts_of,
-    refill_dict,
+    put_back,
     restorer,
     with_parts,
 )
-
-# generators that a module may have for itself: their class, a reader and a writer of their state
-_GENERATORS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], None]]] = [
-    (torch.Generator, torch.Generator.get_state, lambda x, state: x.set_state(state)),
-    (random.Random, random.Random.getstate, random.Random.setstate),
-    (np.random.RandomState, np.random.RandomState.get_state, np.random.RandomState.set_state),
-    (np.random.Generator, lambda x: x.bit_generator.state, lambda x, state: _set_bits(x, state)),
-]
 
 
 @contextmanager
@@ -85,7 +77,7 @@ def trial(
         watched: list[tuple[str, nn.Parameter, int]] = []
         # undone in reverse: this raises once all else is put back
         undo.callback(_check_unwritten, watched)
-        undo.callback(random_states())
+        undo.callback(rng.RandomStates(rng.everywhere()).restore)
         for parameter in dict.fromkeys(parameters):
             undo.callback(setattr, parameter, "grad", parameter.grad)
             parameter.grad = None
@@ -130,23 +122,6 @@ def _aliased(tree: Any, known: dict[int, tuple[Any, Any]]) -> Any:
 def tensors_of(tree: Any) -> Iterator[Tensor]:
     """Yield the tensors in any nesting of containers and objects that are data, each once."""
     yield from (value for value in nested(tree) if isinstance(value, Tensor))
-
-
-def random_states() -> Callable[[], None]:
-    """Return a function that restores the random states of now: Python, NumPy, CPU and CUDA."""
-    python = random.getstate()
-    numpys = np.random.get_state()
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
-
-    def put_back() -> None:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
-
-    return put_back
 
 
 def _set_unreduced_aside(model: nn.Module, undo: ExitStack) -> None:
@@ -194,13 +169,13 @@ class _Backup:
         """Copy buffers and attributes of a model's modules."""
         for module in model.modules():
             attributes = vars(module)
-            self._undo.callback(refill_dict, attributes, dict(attributes))
+            self._undo.callback(put_back, attributes, dict(attributes))
             for buffer in module.buffers(recurse=False):
                 self.add(buffer)
             # parameters are watched, or copied with the optimizer
             for slot in ("_buffers", "_parameters"):
                 if isinstance(attributes.get(slot), dict):
-                    self._undo.callback(refill_dict, attributes[slot], dict(attributes[slot]))
+                    self._undo.callback(put_back, attributes[slot], dict(attributes[slot]))
             for name, value in attributes.items():
                 if name not in ("_buffers", "_parameters", "_modules"):
                     self.add(value, is_attribute=True)
@@ -217,9 +192,8 @@ class _Backup:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        for kind, read, write in _GENERATORS:
-            if isinstance(value, kind):
-                self._undo.callback(write, value, read(value))
+        if (generator := rng.of_object(value)) is not None:
+            self._undo.callback(rng.RandomStates([generator]).restore)
         if isinstance(value, Tensor):
             for part in strided(value):
                 self._undo.callback(_restorer(part, self._copies))
@@ -229,10 +203,6 @@ class _Backup:
             self._undo.callback(restorer(value))
             for part in parts_of(value):
                 self.add(part, is_attribute)
-
-
-def _set_bits(generator: np.random.Generator, state: Any) -> None:
-    generator.bit_generator.state = state
 
 
 class Copies:

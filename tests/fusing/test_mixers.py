@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt import fuse
 from fusedckpt.fusing.mixers_in_code import kinds_called
+from fusedckpt.state.rng import RandomStates, everywhere
 
 D, T = 16, 12
 RUNS = []
@@ -290,6 +293,24 @@ def test_found_by_running(batch):
         m.calls for m in eager.modules() if hasattr(m, "seen")
     ]
     assert report.fallbacks == {}
+
+
+def test_a_batch_moves_no_random_state():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+        def forward(self, x):
+            drawn.append((random.random(), np.random.randn(), torch.rand(()).item()))
+            return self.mlp(x) * np.random.rand()
+
+    drawn = []
+    model, x = Masked().to(DEVICE), randn(2, T, D)
+    states = RandomStates(everywhere())
+    fuse(model, batch=x)
+    assert len(drawn) > 0
+    assert not states.have_moved()
 
 
 def test_a_batch_that_does_not_run():

@@ -1,0 +1,8 @@
+"""The state of a program beside its tensors: how it is read, compared and put back.
+
+Who runs foreign code twice, or on trial, comes here:
+
+    rng.py      random number generators: torch's of the CPU and of devices, numpy's, Python's, and
+                those that objects have for themselves
+    holders.py  containers, attributes and slots, read and filled past the methods of their classes
+"""
