@@ -53,12 +53,13 @@ class Known(weakref.ref[Tensor]):
     made: Callable[[], Leaf | Made | None] = NoneType
     place = 0
     # the tracker whose functions read the recipe, by a weak reference, and the recipe, which is
-    # kept while that follows a forward
+    # kept while that follows a forward; whether this reads copies of parameters
     forward: Any = None
     kept: Made | None = None
+    has_copies = False
     # a weak reference to the leaf that these functions read, where they take it for saved
     leaf: Callable[[], Leaf | None] | None = None
-    # of another tensor with this content
+    # what was known of this content before
     older: Known | None = None
 
 
@@ -75,28 +76,25 @@ def put(
     maker: str | None = None,
     source: Source | None = None,
     *parameters: Tensor | None,
-    is_norm: bool = False,
 ) -> Known:
     """Tell how a tensor is made again; parameters: those that its recipe reads.
 
-    is_norm: whether parameters may follow, as those of a norm that a tracker has seen.
+    The recipe that a tracker knows is the maker's, too, unless it reads copies of parameters.
     """
     storage = tensor.untyped_storage()
     before: Known | None = getattr(storage, _ROW, None)
+    result = _LEAF if tensor.grad_fn is None else tensor
+    known = Known(result, _forget if parameters else None)
+    known.version = tensor._version
+    known.dtype = tensor.dtype
     # `known_of`, without a call
-    if before and (before.version != tensor._version or before.dtype is not tensor.dtype):
-        before = None
-    if before and maker and before() is tensor and before.maker is None:
-        # what a tracker knows stays
-        known = before
-    else:
-        result = _LEAF if tensor.grad_fn is None else tensor
-        known = Known(result, _forget if parameters or is_norm else None)
-        known.version = tensor._version
-        known.dtype = tensor.dtype
-        if before and before.maker and before() is not tensor:
+    if before and before.version == known.version and before.dtype is known.dtype:
+        if maker and before() is tensor and before.maker is None and not before.has_copies:
+            known.made = before.made
+            known.place = before.place
+        if maker or (before.maker and before() is not tensor):
             known.older = before
-        setattr(storage, _ROW, known)
+    setattr(storage, _ROW, known)
     if maker:
         known.maker = maker
         known.source = source
@@ -118,14 +116,12 @@ def _forget(known: Known) -> None:
     known.maker = None
 
 
-def view_of(y: Any, *makers: str, tracker: Any = None) -> View | None:
+def view_of(y: Any, *makers: str) -> View | None:
     """Return how to read a result of one of some makers; None if it has to be saved.
 
     It has to be if it was written since, as were parameters of its maker, or has hooks: these may
     free or replace the parameters before backward reaches the maker. FSDP2 frees those of a unit
     after its forward, and hooks the results of the unit, but a view of one hides its hooks.
-
-    tracker: of the forward, whose functions' results are read, too.
     """
     if not isinstance(y, Tensor):
         return None
@@ -137,37 +133,30 @@ def view_of(y: Any, *makers: str, tracker: Any = None) -> View | None:
     except RuntimeError:
         # a tensor without a storage, or one that counts no versions
         return None
-    if tracker is not None and known.forward is tracker.reference:
-        view = tracker.view_of(y)
-        if view is not None:
-            return view
-    if y.grad_fn is None or not torch.is_grad_enabled():
-        return None
+    row: Known | None = known if y.grad_fn is not None and torch.is_grad_enabled() else None
     base = y._base
-    whole = known()
-    while whole is None or (whole is not y and whole is not base):
-        known = known.older
-        if known is None:
-            return None
-        whole = known()
-    if known.maker not in makers or private.hooks_of(y) or private.hooks_of(whole):
+    whole = None
+    while row is not None:
+        whole = row()
+        if row.maker in makers and whole is not None and (whole is y or whole is base):
+            break
+        row = row.older
+    if row is None or whole is None or private.hooks_of(y) or private.hooks_of(whole):
         return None
-    for p, version in zip(known.parameters, known.versions, strict=True):
+    for p, version in zip(row.parameters, row.versions, strict=True):
         if p is not None:
             # one that is freed has no memory
             is_freed = not p.untyped_storage().nbytes() and p.numel()
             if is_freed or (version != p._version and not p.is_inference()):
                 return None
-    source = known.made()
+    source = row.made()
     if source is None:
-        source = known.source and known.source(whole, known.parameters)
+        source = row.source and row.source(whole, row.parameters)
         if source is None:
             return None
         # the same one for all readers, as long as there is one
-        known.made = weakref.ref(source)
-    elif known.kept is not None and not source.is_current():
-        return None
-    return View(source, known.place, y.shape, y.stride(), y.storage_offset())
+        row.made = weakref.ref(source)
+    return View(source, row.place, y.shape, y.stride(), y.storage_offset())
 
 
 def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ from fusedckpt.autograd.recipes import Count, Leaf, Made, View, view_in
 
 # the longest chain of functions that backward runs again
 LIMIT = 12
+# of functions in a layer that saves recipes alone: a linear, and functions before it, count, too
+NO_LIMIT = 1 << 10
 # inputs of a function that are saved for its recipe alone may take this share of its results; of
 # the parts of a concatenation more, as the next one may have them, too: those of dense blocks do
 SHARE = 4
@@ -117,14 +119,20 @@ class Tracker:
     def find(self, tensor: Tensor) -> View | None:
         """Return how to read a tensor that is saved by now, or has a recipe."""
         known = known_of(tensor)
-        if known is None or known.forward is not self.reference:
-            return None
+        while known is None or known.forward is not self.reference:
+            if known is None:
+                return None
+            known = known.older
         source = known.made() if known.leaf is None else known.leaf() or _leaf_of(known, tensor)
         return None if source is None else view_in(source, tensor, known.place)
 
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
-        view = self.find(tensor)
+        try:
+            view = self.find(tensor)
+        except RuntimeError:
+            # a tensor without a storage, or one that counts no versions
+            return None
         if view is None or isinstance(view.source, Leaf) or view.source.depth > self.limit:
             return None
         return view if view.source.is_current() else None
@@ -153,6 +161,19 @@ class Tracker:
             yield
         finally:
             take_back(tensor, known, before)
+
+    @contextmanager
+    def unlimited(self, *, copies_parameters: bool) -> Iterator[None]:
+        """Let functions called inside save recipes of any size, in chains of any length.
+
+        So a layer that saves recipes without a tracker saves the same ones with it.
+        """
+        before = self.floor, self.limit, self.copies_parameters
+        self.floor, self.limit, self.copies_parameters = 0, NO_LIMIT, copies_parameters
+        try:
+            yield
+        finally:
+            self.floor, self.limit, self.copies_parameters = before
 
     def end(self) -> None:
         """Keep no recipes but those of saved tensors: the forward is over."""
@@ -187,6 +208,7 @@ class Tracker:
                 return None
             size += nbytes
         room = size // _SHARES.get(name, SHARE)
+        has_copies = False
         views: list[View | Leaf] = [] if overwritten is None else [overwritten]
         for x in inputs[1:] if views else inputs:
             nbytes = x.nbytes
@@ -205,10 +227,12 @@ class Tracker:
                     return None
                 # a copy, as code may write to a tensor that autograd does not save
                 view = Leaf(x.data.clone())
+                has_copies = has_copies or isinstance(x, nn.Parameter)
             views.append(view)
         made = Made(name, again, views, results)
         for place, t in enumerate(results):
-            known = put(t, is_norm=saves_parameters)
+            known = put(t)
+            known.has_copies = has_copies
             known.place = place
             known.forward = self.reference
             known.made = weakref.ref(made)
@@ -226,9 +250,9 @@ class Tracker:
                 self.count(tensor)
             return
         known = known_of(tensor)
-        made = None
-        if known is not None and known.forward is self.reference and known.leaf is None:
-            made = known.made()
+        while known is not None and known.forward is not self.reference:
+            known = known.older
+        made = known.made() if known is not None and known.leaf is None else None
         # a function's result is made, not a leaf
         assert not isinstance(made, Leaf)
         is_cut = made is not None and (made.depth > self.limit or not made.is_current())

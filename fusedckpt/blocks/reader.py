@@ -88,9 +88,9 @@ def apply_with_view(
     result.
     """
     makers = _MAKERS[call.is_norm] if call.shares or call.is_norm else ()
-    view = None
-    if makers or tracker is not None:
-        view = index.view_of(read, *makers, tracker=tracker)
+    view = index.view_of(read, *makers) if makers else None
+    if view is None and tracker is not None:
+        view = tracker.view_of(read)
     if view is None and read is not x and makers:
         view = index.view_of(x, *makers)
         view = view and cast(view, x, read)

@@ -27,7 +27,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
-from fusedckpt.autograd.tracker import Tracker, active
+from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, active
 from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.subclass import refuse_script
 
@@ -42,7 +42,9 @@ def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
     if torch.compiler.is_compiling():
         return run()
     tracker = active()
-    view = index.view_of(x, NORM, tracker=tracker)
+    view = index.view_of(x, NORM)
+    if view is None and tracker is not None:
+        view = tracker.view_of(x)
     if view is not None:
         return _saving(view, x, run)
     y = run()
@@ -145,8 +147,7 @@ def _recipe_of_linear(
     assert weight is not None
     inputs = [View(source, *layout), Leaf(weight)]
     if bias is not None:
-        # with recipes of functions, as they are copied: eager does not save it
-        inputs.append(Leaf(bias if active() is None else bias.detach().clone()))
+        inputs.append(Leaf(bias))
     return Made("linear", partial(_linear, dtype), inputs, [y])
 
 
@@ -175,27 +176,36 @@ def _with_functions(
 ) -> tuple[Any, Made | None]:
     """Return forward(x), with recipes saved by its functions, and the recipe of the result.
 
-    The recipe lives as long as the tensors that the functions have saved; it is None where a
-    tracker has it.
+    They are the same ones in a forward whose functions save recipes, too. The recipe lives until
+    that forward ends, and as long as tensors that the functions have saved.
     """
+    copies = dispatch.has_hooks(module)
 
     def run(count: Count) -> tuple[Any, Made | None]:
         tracker = active()
         if tracker is not None:
-            with tracker.knowing(x, view), every_function(tracker):
-                return forward(x), None
-        # without a limit: a linear, and functions before it, count, too
-        copies = dispatch.has_hooks(module)
-        tracker = Tracker(count, limit=1 << 10, copies_parameters=copies)
+            with tracker.unlimited(copies_parameters=copies):
+                return _followed(tracker, x, view, forward)
+        tracker = Tracker(count, limit=NO_LIMIT, copies_parameters=copies)
         try:
-            with tracker.knowing(x, view), every_function(tracker):
-                y = forward(x)
-            result = tracker.find(y) if isinstance(y, Tensor) else None
+            y, made = _followed(tracker, x, view, forward)
         finally:
             tracker.end()
-        if result is None or tracker.saved is None or isinstance(result.source, Leaf):
+        if tracker.saved is None or made is None:
             return y, None
-        tracker.saved.alive = result.source
-        return y, result.source
+        tracker.saved.alive = made
+        return y, made
 
     return with_own_hooks(run, lambda: (forward(x), None))
+
+
+def _followed(
+    tracker: Tracker, x: Tensor, view: View, forward: Callable[..., Tensor]
+) -> tuple[Any, Made | None]:
+    """Return forward(x), and the recipe of the result, if a function has made it."""
+    with tracker.knowing(x, view), every_function(tracker):
+        y = forward(x)
+    result = tracker.find(y) if isinstance(y, Tensor) else None
+    if result is None or isinstance(result.source, Leaf) or result.source is view.source:
+        return y, None
+    return y, result.source

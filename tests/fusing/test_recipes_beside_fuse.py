@@ -1,0 +1,111 @@
+"""Recipes of functions beside fused layers save no more than these alone, at any size."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from recipe_nets import D, saved_bytes, tokens
+from torch import Tensor, nn
+
+import fusedckpt
+from fusedckpt.fusing import recipe_mode
+
+# bytes that recipes may save above `fuse` alone
+MOST = 256
+
+
+class WrittenGELU(nn.Module):
+    def forward(self, x):
+        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+class Long(nn.Module):
+    """A chain of more functions than recipes alone run again."""
+
+    def forward(self, x):
+        for _ in range(9):
+            x = x + torch.sin(x) * 0.1
+        return x
+
+
+class Snake(nn.Module):
+    """An activation with a parameter and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(4 * D))
+        self.register_buffer("shift", torch.zeros(4 * D))
+
+    def forward(self, x):
+        return x + torch.sin(self.a * x + self.shift) ** 2 / self.a
+
+
+class Layer(nn.Module):
+    """An MLP within a layer's forward."""
+
+    def __init__(self, act: nn.Module, norm: nn.Module, join: str = ""):
+        super().__init__()
+        self.join, self.act, self.norm = join, act, norm
+        self.up, self.gate, self.down = (
+            nn.Linear(D, 4 * D),
+            nn.Linear(D, 4 * D),
+            nn.Linear(4 * D, D),
+        )
+
+    def forward(self, x):
+        n = self.norm(x)
+        h = self.act(self.up(n))
+        if self.join == "gate":
+            h = h * self.gate(n)
+        elif self.join == "more layers":
+            h = self.act(self.up(F.gelu(self.down(h))))
+        return x + self.down(h)
+
+
+def hooked(layer: Layer) -> Layer:
+    """Return a layer with hooks, which may gather parameters for a call alone."""
+    layer.down.register_forward_hook(lambda *_: None)
+    return layer
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "written": lambda: Layer(WrittenGELU(), nn.LayerNorm(D)),
+    "long": lambda: Layer(Long(), nn.LayerNorm(D)),
+    "snake": lambda: Layer(Snake(), nn.RMSNorm(D)),
+    "prelu": lambda: Layer(nn.PReLU(), nn.LayerNorm(D)),
+    "identity": lambda: Layer(nn.Identity(), nn.LayerNorm(D)),
+    "in place": lambda: Layer(nn.SiLU(inplace=True), nn.LayerNorm(D)),
+    "dropout": lambda: Layer(nn.Dropout(0.3), nn.LayerNorm(D)),
+    "gated": lambda: Layer(WrittenGELU(), nn.LayerNorm(D), "gate"),
+    "more layers": lambda: Layer(WrittenGELU(), nn.LayerNorm(D), "more layers"),
+    "hooked": lambda: hooked(Layer(WrittenGELU(), nn.LayerNorm(D))),
+    "hooked, gated": lambda: hooked(Layer(nn.SiLU(), nn.RMSNorm(D), "gate")),
+}
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    torch.manual_seed(3)
+    x = x.clone().requires_grad_()
+    model(x * 1).square().mean().backward()
+    return [x.grad, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("floor", [0, D * 4 * 8, 1 << 30])
+@pytest.mark.parametrize("save", ["inputs", "preact"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_saved_bytes(name, save, floor, monkeypatch):
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", floor)
+    torch.manual_seed(0)
+    model = nn.Sequential(LAYERS[name](), LAYERS[name]())
+    fused, both = copy.deepcopy(model), copy.deepcopy(model)
+    fusedckpt.fuse(fused, save=save)
+    fusedckpt.fuse(both, save=save, recipes=True)
+    x = tokens()
+    assert saved_bytes(both, x) <= saved_bytes(fused, x) + MOST
+    for ours, expected in zip(step(both, x), step(fused, x), strict=True):
+        torch.testing.assert_close(ours, expected)
