@@ -272,8 +272,11 @@ def num_wanted(pack: Any) -> int | None:
 
 def stock_switches() -> tuple[bool | None, bool | None]:
     """Return the values of set_checkpoint_debug_enabled and set_checkpoint_early_stop, if any."""
-    names = "_checkpoint_debug_enabled", "_enable_checkpoint_early_stop"
-    return tuple(getattr(torch.utils.checkpoint, name, None) for name in names)  # type: ignore[return-value]  # of two
+    switches = torch.utils.checkpoint
+    return (
+        getattr(switches, "_checkpoint_debug_enabled", None),
+        getattr(switches, "_enable_checkpoint_early_stop", None),
+    )
 
 
 class _Keep(torch.autograd.Function):

@@ -8,7 +8,7 @@ for the arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any, NamedTuple
@@ -102,27 +102,65 @@ class LateArgument(Argument):
         return super().tensor(made)
 
 
+class LeafSource:
+    """Where a saved tensor comes from that is a parameter, another leaf, or a view of one."""
+
+    __slots__ = ("_layout", "reference", "version")
+
+    def __init__(self, tensor: Tensor, owner: Tensor, reference: TensorWeakRef):
+        self.reference = reference
+        # of the leaf, in the forward
+        self.version = owner._version
+        self._layout = None if tensor is owner else layout_of(tensor)
+
+    def leaf(self) -> Tensor | None:
+        """Return the leaf, None where it is gone; raise where it was written in place since."""
+        leaf = self.reference()
+        if leaf is not None and leaf._version != self.version:
+            raise RuntimeError(stale("a parameter saved for backward", leaf))
+        return leaf
+
+    def view_of(self, leaf: Tensor) -> Tensor:
+        """Return the tensor, given the leaf."""
+        return leaf if self._layout is None else leaf.detach().as_strided(*self._layout)
+
+    def tensor(self) -> Tensor | None:
+        """Return the tensor, None where the leaf is gone."""
+        leaf = self.leaf()
+        return None if leaf is None else self.view_of(leaf)
+
+
+class ArgumentSource:
+    """Where a saved tensor comes from that is an argument, a saved output, or a view of one."""
+
+    __slots__ = ("_argument", "_layout")
+
+    def __init__(self, argument: Argument, layout: tuple[Any, ...] | None = None):
+        self._argument = argument
+        self._layout = layout
+
+    def tensor(self) -> Tensor:
+        """Return the tensor, without its graph."""
+        tensor = self._argument.tensor()
+        tensor = tensor.detach() if tensor.requires_grad else tensor
+        return tensor if self._layout is None else tensor.as_strided(*self._layout)
+
+
 class Packed:
     """The stand-in of a saved tensor.
 
     Autograd holds this, the segment does not, and so knows which tensors are still wanted.
     """
 
-    __slots__ = ("__weakref__", "index", "layout", "source", "version")
+    __slots__ = ("__weakref__", "index", "meta", "source")
 
-    # the tensor's position among the tensors that the segment's forward saved
-    index: int
-    # a parameter or another leaf, or an Argument, that the tensor is or is a view of; None where
-    # only a recompute brings the tensor back
-    source: TensorWeakRef | Argument | None
-    # the layout of a view of the source
-    layout: tuple[Any, ...] | None
-    # the version of the source, in the forward
-    version: int
-
-    def of(self, source: Tensor) -> Tensor:
-        """Return the tensor, given its source."""
-        return source if self.layout is None else source.detach().as_strided(*self.layout)
+    def __init__(self, index: int, meta: tuple[Any, ...], source: LeafSource | None):
+        # the tensor's position among the tensors that the segment's forward saved
+        self.index = index
+        # its shape, dtype and device
+        self.meta = meta
+        # what keeps the tensor anyway; None where only a recompute brings it back
+        self.source: LeafSource | ArgumentSource | None = source
 
 
 class Provisional(NamedTuple):
@@ -132,17 +170,6 @@ class Provisional(NamedTuple):
     tensor: Tensor
     # the version of the tensor, when it was saved
     version: int
-
-
-class Saved(NamedTuple):
-    """A tensor that autograd saved in a segment's forward."""
-
-    # the stand-in that autograd got for it
-    packed: weakref.ref[Packed]
-    # its shape, dtype and device
-    meta: tuple[Any, ...]
-    # see `Leaves`
-    leaves: Sequence[TensorWeakRef]
 
 
 def objects_in(value: Any) -> Iterator[Any]:
@@ -243,8 +270,10 @@ class Trace:
         self.calls: list[Call] = []
         # whether the last call has returned
         self.is_complete = False
-        # the tensors that autograd saved, in order
-        self.saved: list[Saved] = []
+        # the stand-ins of the tensors that autograd saved, in order
+        self.saved: list[weakref.ref[Packed]] = []
+        # by place of a saved tensor, in order: the leaves that it is, or is computed from
+        self.leaves: dict[int, list[TensorWeakRef]] = {}
         # of fused layers, by the place of their saved tensors: name, and slot for GEMM outputs
         self.slots: dict[int, tuple[str, weakref.ref[Any]]] = {}
         # the forward's record, where the recompute is compared with it bit by bit
@@ -259,43 +288,56 @@ class Trace:
         self.samples: Any = None
 
 
+# classes of tensors without ops of their own
+_PLAIN = frozenset((Tensor, nn.Parameter))
+
+
 def storage_of(tensor: Tensor) -> int:
     """Return a key of a tensor's storage, unique while it lives; 0 for a tensor that is not plain.
 
     A plain tensor is dense, of no subclass, not nested, and no lazy conjugate or negative.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    plain = plain and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-    return private.storage_key(tensor.untyped_storage()) if plain else 0
+    if not has_storage(tensor) or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+        return 0
+    return private.storage_key(tensor.untyped_storage())
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is strided, and of no class that may hide where its values are."""
+    return type(tensor) in _PLAIN and tensor.layout == torch.strided
 
 
 def leaf_of(tensor: Tensor) -> Tensor | None:
     """Return the parameter or other leaf with gradients that a tensor is, or is a view of."""
-    owner = tensor if tensor._base is None else tensor._base
-    is_leaf = owner.is_leaf and (owner.requires_grad or isinstance(owner, nn.Parameter))
-    return owner if is_leaf else None
+    base = tensor._base
+    owner = tensor if base is None else base
+    return owner if owner.is_leaf and (owner.requires_grad or is_parameter(owner)) else None
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter; the class of parameters takes long to say no."""
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
 
 
 class Leaves:
-    """Finds the leaf that a saved tensor is, or is a view of; else those it is computed from.
+    """Finds the leaves that a saved tensor is computed from, up to the first saved leaf.
 
     A weight is saved only where its input needs a gradient: weights before the first such one are
     found by the graph of saved tensors. Once leaves are found, weights after them are saved.
     """
 
     def __init__(self) -> None:
-        self._is_found = False
+        # whether leaves are found
+        self.are_found = False
         self._since = private.num_nodes()
 
-    def of(self, tensor: Tensor) -> list[Tensor]:
-        """Return the leaves of a tensor, by nodes that were made since the last."""
-        owner = leaf_of(tensor)
+    def behind(self, tensor: Tensor) -> list[Tensor]:
+        """Return the leaves that a tensor is computed from, by nodes made since the last."""
         leaves = list[Tensor]()
-        if owner is not None:
-            leaves = [owner]
-        elif self._is_found or tensor.grad_fn is None:
+        if tensor.grad_fn is None:
             return leaves
-        nodes = [] if leaves else [tensor.grad_fn]
+        nodes = [tensor.grad_fn]
         seen = set[Any]()
         # each thread counts its own nodes, and a GPU's backward has a thread of its own: a node of
         # the forward's thread may have any number
@@ -309,7 +351,7 @@ class Leaves:
                 leaves.append(node.variable)
             elif self._since <= private.number_of(node) < now:
                 nodes += [after for after, _ in node.next_functions if after is not None]
-        self._is_found = self._is_found or len(leaves) > 0
+        self.are_found = len(leaves) > 0
         self._since = now
         return leaves
 

@@ -172,20 +172,31 @@ def run_checkpoint(options: Options, function: Any, args: Any, kwargs: dict[str,
         )
 
 
+def _checked(options: Options) -> Options:
+    """Return the options with torch's switches, where they are set."""
+    debug, early_stop = private.stock_switches()
+    if debug is not None or early_stop is not None:
+        options = options._replace(
+            debug=options.debug if debug is None else debug,
+            early_stop=options.early_stop if early_stop is None else early_stop,
+        )
+    contexts = options.context_fn
+    if contexts is not stock.noop_context_fn:
+        if not callable(contexts):
+            arguments.wrong_type("checkpoint", "context_fn", "callable", contexts)
+        if options.debug or options.samples:
+            raise ValueError(f"checkpoint: debug takes no context_fn, got {contexts}")
+    check = options.determinism_check
+    arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
+    return options
+
+
 # where torch.compile falls back to eager, it is to compile neither this nor `function` in pieces
 @uncompiled
 def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    for name, value in (("function", function), ("context_fn", options.context_fn)):
-        if not callable(value):
-            arguments.wrong_type("checkpoint", name, "callable", value)
-    # torch's switches, where they are set
-    debug, early_stop = private.stock_switches()
-    debug = options.debug if debug is None else debug
-    early_stop = options.early_stop if early_stop is None else early_stop
-    if (debug or options.samples) and options.context_fn is not stock.noop_context_fn:
-        raise ValueError(f"checkpoint: debug takes no context_fn, got {options.context_fn}")
-    check = options.determinism_check
-    arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
+    if not callable(function):
+        arguments.wrong_type("checkpoint", "function", "callable", function)
+    options = _checked(options)
     if is_plain_call():
         return function(*args, **kwargs)
     # the objects that a partial holds are arguments like others
@@ -193,7 +204,6 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
         args = (*function.args, *args)
         kwargs = {**function.keywords, **kwargs}
         function = function.func
-    options = options._replace(debug=debug, early_stop=early_stop)
     segment = Segment(options)
     # where no argument needs a gradient, perhaps nothing does
     save: Any = segment.save_argument_late

@@ -57,13 +57,16 @@ class Buffers:
     @uncompiled
     def before(self, module: nn.Module, args: Any) -> None:
         """Copy a module's buffers, and those of all modules that it runs without calling them."""
-        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
-            return
         runs_as_one = (
             private.compiled_call(module) is not None
             or private.COMPILED_CHILD in module._modules
             or isinstance(module, torch.jit.ScriptModule)
         )
+        if not (module._buffers or runs_as_one):
+            # most
+            return
+        if threading.get_ident() != self._thread or torch.compiler.is_compiling():
+            return
         for part in module.modules() if runs_as_one else (module,):
             if id(part) not in self._modules and part._buffers:
                 is_lazy = isinstance(part, LazyModuleMixin)

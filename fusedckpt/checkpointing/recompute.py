@@ -13,20 +13,18 @@ from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
-from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, Saved, Trace, stale
+from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, stale
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
-from fusedckpt.checkpointing.places import places_of
 from fusedckpt.checkpointing.regions import CheckpointPhase, Record
 from fusedckpt.checkpointing.samples import Pair, sampled
 from fusedckpt.checkpointing.stateful import advice_for
@@ -64,6 +62,63 @@ def _unpack(lent: _Lent) -> Tensor:
     return lent.tensor
 
 
+class Progress:
+    """How far a recompute has come among the saved tensors of its segment, and how far it goes.
+
+    - A tensor is brought back if nothing else keeps it. Where the recompute runs to its end, as
+      with debug=True, every tensor is, but for those that a region saved.
+    - The recompute ends with the last tensor that backward can ask for, brought back or not: nodes
+      whose saved tensors are freed ask for nothing.
+    - Leaves are compared with the forward's as far as the last tensor that is brought back: weights
+      behind it are not read for it. Where no leaf is known as far as that, those behind it tell,
+      too.
+
+    It raises where a parameter was written in place since the forward.
+    """
+
+    def __init__(self, segment: Trace):
+        # how many tensors the function has saved so far, which is the place of the next one
+        self.count = 0
+        # whether the recompute ends with the last one
+        self.stops = segment.stops
+        # the place of the last tensor that backward can ask for
+        self.last = -1
+        # the place of the last tensor of which leaves are compared
+        self.last_compared = -1
+        # by the places of tensors that backward can ask for, whether they are brought back; one
+        # that stays saved is compared all the same
+        self.wanted: dict[int, bool] = {}
+        # of tensors that are leaves, or views of leaves
+        self._leaves: list[LeafSource] = []
+        for reference in segment.saved:
+            packed = reference()
+            if packed is None:
+                continue
+            self.last = place = packed.index
+            source = packed.source
+            is_dropped = source is None
+            if isinstance(source, LeafSource):
+                # one that is loaded for each forward anew is gone; a written one raises
+                is_dropped = source.leaf() is None
+                self._leaves.append(source)
+            is_wanted = is_dropped or not (self.stops or place in segment.staying)
+            self.wanted[place] = is_wanted
+            if is_wanted:
+                self.last_compared = place
+        if next(iter(segment.leaves), self.last) > self.last_compared:
+            self.last_compared = self.last
+
+    def ends_within(self, count: int) -> bool:
+        """Whether the recompute ends with one of the next `count` tensors."""
+        return self.stops and self.count + count > self.last
+
+    def accept_writes(self) -> None:
+        """Accept writes to leaves by the recompute itself."""
+        for source in self._leaves:
+            if (leaf := source.reference()) is not None:
+                source.version = leaf._version
+
+
 class Recompute(CheckpointPhase):
     """One recompute of a segment, inside a backward: the tensors it brought back, until taken.
 
@@ -79,7 +134,7 @@ class Recompute(CheckpointPhase):
         # the place of the tensor that the node of a backward asks for; -1 outside of a backward
         self._asked = asked
         self._keeps = keeps
-        self._stops = segment.stops
+        self._compares = segment.options.determinism_check == "default"
         self.records = list[Record]()
         self._met = iter(segment.records)
         self._names = {record.name for record in segment.records}
@@ -89,8 +144,6 @@ class Recompute(CheckpointPhase):
         self.products: dict[int, Tensors] = {}
         # by place, the tensors that came back and were not taken yet, with their versions
         self.values: dict[int, tuple[Tensor, int]] = {}
-        # how many tensors the function has saved so far
-        self._num_saved = 0
         # samples of the forward with those of this recompute
         self.pairs: list[Pair] = []
         self._samples: dict[int, Tensor] = {}
@@ -103,12 +156,12 @@ class Recompute(CheckpointPhase):
         self._noise: tuple[Any, ...] = ()
         # those that its graph still holds
         self._lent: list[weakref.ref[_Lent]] = []
-        self._wanted, self._last, self._last_compared, self._leaves_saved = places_of(segment)
+        self._progress = Progress(segment)
 
     @property
     def is_wanted(self) -> bool:
         """Whether it brings anything back."""
-        return any(self._wanted.values())
+        return any(self._progress.wanted.values())
 
     def take_over(self, ahead: Recompute) -> None:
         """Take the tensors that another brought back; raise where an argument was written since."""
@@ -121,7 +174,7 @@ class Recompute(CheckpointPhase):
         self.values = ahead.values
         self.products = ahead.products
         self.pairs = ahead.pairs
-        del self._segment, self._leaves_saved, self._lent, self.records, self._met
+        del self._segment, self._progress, self._lent, self.records, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
@@ -145,14 +198,12 @@ class Recompute(CheckpointPhase):
             for reference in self._lent:
                 if (lent := reference()) is not None:
                     lent.tensor = None
-            for packed, leaf in self._leaves_saved:
-                # a write by the recompute itself is accepted
-                if (owner := leaf()) is not None:
-                    packed.version = owner._version
+            progress = self._progress
+            progress.accept_writes()
             # this lives until the end of the backward; arguments, called functions and outputs of
             # regions do not
-            del self._segment, self._leaves_saved, self._lent, self.records, self._met
-        self._check(segment, run)
+            del self._segment, self._progress, self._lent, self.records, self._met
+        self._check(segment, progress, run)
         if self._samples:
             self.pairs = segment.samples.pairs(self._samples)
             self._samples = {}
@@ -198,13 +249,13 @@ class Recompute(CheckpointPhase):
                 f"{'' if run is None else run.listed()}"
             ) from error
 
-    def _check(self, segment: Trace, run: WatchedRun | None) -> None:
+    def _check(self, segment: Trace, progress: Progress, run: WatchedRun | None) -> None:
         """Raise where the recompute did not do the same as the forward."""
         problems = self._problems
         count = len(segment.saved)
-        num_saved = self._num_saved
-        if num_saved <= self._last or (
-            segment.is_complete and not self._stops and num_saved < count
+        num_saved = progress.count
+        if num_saved <= progress.last or (
+            segment.is_complete and not progress.stops and num_saved < count
         ):
             different = "A different number of tensors was saved during the original forward and"
             problems.insert(0, f"{different} recomputation: {count} and {num_saved}")
@@ -220,35 +271,47 @@ class Recompute(CheckpointPhase):
     @uncompiled
     def pack(self, tensor: Tensor) -> _Lent:
         """Bring back the tensor that the forward saved at this place."""
-        index = self._num_saved
-        segment = self._segment
-        if index > self._last and self._stops:
+        progress = self._progress
+        index = progress.count
+        if index > progress.last and progress.stops:
             self._stop()
-        self._num_saved += 1
-        if index == len(segment.saved) and segment.is_complete:
-            self._problems.append(
-                f"trying to save more tensors during recomputation than the {index} of the forward"
-            )
-        if index < len(segment.saved) and segment.options.determinism_check == "default":
+        progress.count = index + 1
+        segment = self._segment
+        if index >= len(segment.saved):
+            self._see_more(index)
+        elif self._compares:
             self._compare(index, tensor)
         if segment.samples is not None and segment.samples.has(index):
             sample = sampled(tensor, index)
             if sample is not None:
                 self._samples[index] = sample
-        if requires_grad := tensor.requires_grad:
+        requires_grad = tensor.requires_grad
+        if requires_grad:
             # its graph would come to hold itself
             tensor = tensor.detach()
-        if self._wanted.get(index):
+        if progress.wanted.get(index):
             self.values[index] = tensor, tensor._version
+        if index >= progress.last - 1 and progress.stops:
+            self._end_at(index, tensor, requires_grad)
+        lent = _Lent(tensor)
+        self._lent.append(weakref.ref(lent))
+        return lent
+
+    def _see_more(self, index: int) -> None:
+        """Note that the function saves more tensors than in the forward."""
+        if index == len(self._segment.saved) and self._segment.is_complete:
+            self._problems.append(
+                f"trying to save more tensors during recomputation than the {index} of the forward"
+            )
+
+    def _end_at(self, index: int, tensor: Tensor, requires_grad: bool) -> None:
+        """End with the last tensor, unless rrelu is yet to draw the one before."""
         like = private.num_nodes(), tensor.shape, tensor.dtype
-        if index == self._last and self._stops:
+        if index == self._progress.last:
             follows_noise = requires_grad and self._noise == like
             if not (follows_noise and self._may_draw(index)):
                 self._stop()
         self._noise = () if requires_grad else like
-        lent = _Lent(tensor)
-        self._lent.append(weakref.ref(lent))
-        return lent
 
     def _may_draw(self, index: int) -> bool:
         """Whether the operation that saves a tensor, and one like it before, may be rrelu.
@@ -279,25 +342,34 @@ class Recompute(CheckpointPhase):
         """Take the tensors derived from a region's inputs; end where they are the last."""
         for derived in record.derived:
             if derived is None:
-                self._num_saved += 1
+                self._progress.count += 1
             else:
                 self.pack(derived.of(inputs))
-        if self._stops and self._num_saved > self._last:
+        if self._progress.ends_within(0):
             self._stop()
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         """Note where a tensor is not the forward's, or is computed from other leaves."""
-        saved = self._segment.saved[index]
-        leaves = self._leaves.of(tensor)
-        if index not in self._wanted:
+        owner = calls.leaf_of(tensor)
+        leaves: Sequence[Tensor] = ()
+        if owner is not None:
+            leaves = (owner,)
+            self._leaves.are_found = True
+        elif not self._leaves.are_found:
+            leaves = self._leaves.behind(tensor)
+        packed = self._segment.saved[index]()
+        if packed is None:
             return
         now = tensor.shape, tensor.dtype, tensor.device
-        if saved.meta != now:
+        if packed.meta != now:
             self._problems.append(
                 "Recomputed values for the following tensors have different metadata than "
-                f"during the forward pass: tensor {index} was {saved.meta}, is {now}"
+                f"during the forward pass: tensor {index} was {packed.meta}, is {now}"
             )
-        elif index <= self._last_compared and self._is_replaced(saved, leaves, tensor):
+        elif not (leaves or index in self._segment.leaves):
+            # most
+            return
+        elif index <= self._progress.last_compared and self._is_replaced(packed, leaves, tensor):
             self._problems.append(
                 f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
                 "another parameter in the recompute than in the forward: it was replaced between "
@@ -305,22 +377,28 @@ class Recompute(CheckpointPhase):
                 "parameters as arguments"
             )
 
-    def _is_replaced(self, saved: Saved, now: list[Tensor], tensor: Tensor) -> bool:
+    def _is_replaced(self, packed: Packed, now: Sequence[Tensor], tensor: Tensor) -> bool:
         """Whether a leaf that a tensor is, or is computed from, is not the forward's."""
-        if not saved.leaves:
+        source = packed.source
+        if isinstance(source, LeafSource) and now and source.reference() is now[0]:
+            return False
+        references = self._segment.leaves.get(packed.index)
+        if references is None:
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
-            return isinstance(calls.leaf_of(tensor), nn.Parameter)
+            owner = calls.leaf_of(tensor)
+            return owner is not None and calls.is_parameter(owner)
         # a leaf that is loaded for each forward anew is gone
-        before = [leaf() for leaf in saved.leaves]
-        packed = saved.packed()
-        if not now and packed is not None and isinstance(packed.source, TensorWeakRef):
+        before = [leaf() for leaf in references]
+        if not now and isinstance(source, LeafSource):
             # a leaf then, computed now
-            before = [leaf if leaf is None else packed.of(leaf) for leaf in before]
+            before = [leaf if leaf is None else source.view_of(leaf) for leaf in before]
             now = [tensor]
         if len(before) != len(now):
             return False
-        pairs = zip(before, now, strict=True)
-        return any(was is not None and self._is_other(was, x) for was, x in pairs)
+        for was, x in zip(before, now, strict=True):
+            if was is not None and was is not x and self._is_other(was, x):
+                return True
+        return False
 
     def _is_other(self, was: Tensor, now: Tensor) -> bool:
         """Whether a leaf has other values than the forward's.
@@ -328,11 +406,11 @@ class Recompute(CheckpointPhase):
         One that the function makes each time has the same values.
         """
         storage = calls.storage_of(was)
-        if was is now or was.is_meta or (storage and was.untyped_storage().nbytes() == 0):
+        if was.is_meta or (storage and was.untyped_storage().nbytes() == 0):
             # a leaf that has no memory now cannot be compared
             return False
         if not (storage and calls.storage_of(now)):
-            return isinstance(was, nn.Parameter) and isinstance(now, nn.Parameter)
+            return calls.is_parameter(was) and calls.is_parameter(now)
         arguments = (x for call in self._segment.calls for x in call.values)
         if any(isinstance(x, Argument) and x.storage == storage for x in arguments):
             # hooks may return another tensor for an argument
@@ -354,10 +432,10 @@ class Recompute(CheckpointPhase):
 
     def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:
         """End the recompute before the layer's own work, where the layer is its end."""
-        if not self._stops or self._num_saved + len(tensors) <= self._last:
+        if not self._progress.ends_within(len(tensors)):
             return
         present = [tensor for tensor in tensors if tensor is not None]
-        if self._num_saved + len(present) > self._last:
+        if self._progress.ends_within(len(present)):
             for tensor in present:
                 self.pack(tensor)
             self._stop()
@@ -372,7 +450,7 @@ class Recompute(CheckpointPhase):
     ) -> None:
         """Leave the GEMM outputs in the slot of the forward's layer."""
         super().save(ctx, name, tensors, [None] * len(products))
-        place = self._num_saved
+        place = self._progress.count
         expected, slot = self._segment.slots.get(place, _NO_SLOT)
         # another layer than the forward's leaves nothing for that one's backward
         if slot is not None and name == expected and slot() is not None:

@@ -28,6 +28,7 @@ from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.calls import (
     Argument,
+    ArgumentSource,
     LateArgument,
     Provisional,
     objects_in,
@@ -141,7 +142,7 @@ class _FirstRun(_RegionPhase):
         self._derived.append(derived)
         if derived is None:
             self._places.append(packed.index)
-        if derived is None and not isinstance(packed.source, Argument):
+        if derived is None and not isinstance(packed.source, ArgumentSource):
             # without its graph, which would come to hold itself; leaves have none
             value = tensor.detach() if packed.source is None else tensor
             self._provisional.append(Provisional(packed, value, tensor._version))
@@ -165,8 +166,7 @@ class _FirstRun(_RegionPhase):
         save = LateArgument if is_late else outermost.save_argument
         with phases.outside_hooks_of(outermost):
             for packed, tensor, _ in self._provisional:
-                packed.source = outermost.save_argument(tensor)
-                packed.layout = None
+                packed.source = ArgumentSource(outermost.save_argument(tensor))
             saved = [save(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
         for phase in checkpoints:
             if phase.late is not None:
@@ -184,6 +184,8 @@ class _FirstRun(_RegionPhase):
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
     """Return the patterns that a checkpoint was given."""
+    if save_regions == ():
+        return ()
     is_pattern = isinstance(save_regions, str) or not isinstance(save_regions, Iterable)
     patterns: Any = (save_regions,) if is_pattern else tuple(save_regions)
     for pattern in patterns:

@@ -26,16 +26,16 @@ from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import (
     Argument,
+    ArgumentSource,
     Call,
     LateArgument,
+    LeafSource,
     Leaves,
     Options,
     Packed,
     Provisional,
-    Saved,
     Trace,
     layout_of,
-    stale,
 )
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
@@ -153,8 +153,7 @@ class Segment(Trace, CheckpointPhase):
         """Save tensors as without a checkpoint; a tensor written since still raises."""
         for packed, tensor, version in provisional:
             if tensor._version == version:
-                packed.source = Argument(tensor)
-                packed.layout = None
+                packed.source = ArgumentSource(Argument(tensor))
         self.stops = True
         self.provisional = None
 
@@ -174,55 +173,61 @@ class Segment(Trace, CheckpointPhase):
     @uncompiled
     def pack(self, tensor: Tensor) -> Packed:
         """Return the stand-in that autograd keeps in the tensor's place."""
-        if self.late:
+        if self.late is not None:
             self._save_late()
-        self.late = None
-        packed = Packed()
-        packed.index = len(self.saved)
-        packed.source = None
-        packed.layout = None
-        leaves = self._leaves.of(tensor)
+        index = len(self.saved)
+        source: Any = None
         owner = calls.leaf_of(tensor)
         if owner is not None:
-            # a view of another dtype, or of a tensor that is not plain, is for a recompute to make
-            if tensor is owner or (
-                tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
-            ):
-                packed.source = TensorWeakRef(owner)
-                packed.version = owner._version
-                packed.layout = None if tensor is owner else layout_of(tensor)
-        elif self._arguments:
-            argument = self._arguments.get(calls.storage_of(tensor))
-            if argument is not None and argument.dtype == tensor.dtype:
-                layout = layout_of(tensor)
-                # the whole comes back through any hooks, a view not
-                packed.layout = None if layout == argument.layout else layout
-                packed.source = None if self._is_hooked and packed.layout else argument
-        meta = tensor.shape, tensor.dtype, tensor.device
-        self.saved.append(Saved(weakref.ref(packed), meta, [*map(TensorWeakRef, leaves)]))
+            source = self._leaf_source(index, tensor, owner)
+        else:
+            if not self._leaves.are_found and (leaves := self._leaves.behind(tensor)):
+                self.leaves[index] = [*map(TensorWeakRef, leaves)]
+            if self._arguments:
+                source = self._argument_source(tensor)
+        packed = Packed(index, (tensor.shape, tensor.dtype, tensor.device), source)
+        self.saved.append(weakref.ref(packed))
         if self.provisional is not None:
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor
             self.provisional.append(Provisional(packed, tensor, tensor._version))
-        if self.samples is not None and packed.source is None:
-            self.samples.take(packed.index, tensor)
+        if self.samples is not None and source is None:
+            self.samples.take(index, tensor)
         return packed
+
+    def _leaf_source(self, index: int, tensor: Tensor, owner: Tensor) -> LeafSource | None:
+        """Note the leaf of a saved tensor, and return it as the tensor's source."""
+        reference = TensorWeakRef(owner)
+        self.leaves[index] = [reference]
+        self._leaves.are_found = True
+        # a view of another dtype, or of a tensor that is not plain, is for a recompute to make
+        if tensor is owner or (
+            tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
+        ):
+            return LeafSource(tensor, owner, reference)
+        return None
+
+    def _argument_source(self, tensor: Tensor) -> ArgumentSource | None:
+        """Return the argument that a tensor is, or is a view of, as its source."""
+        if not calls.has_storage(tensor):
+            return None
+        argument = self._arguments.get(private.storage_key(tensor.untyped_storage()))
+        if argument is None or argument.dtype != tensor.dtype or not calls.storage_of(tensor):
+            return None
+        layout = layout_of(tensor)
+        if layout == argument.layout:
+            return ArgumentSource(argument)
+        # the whole comes back through any hooks, a view not
+        return None if self._is_hooked else ArgumentSource(argument, layout)
 
     @uncompiled
     def unpack(self, packed: Packed) -> Tensor:
         """Return the tensor that `pack` was given, recomputing the segment if need be."""
         source = packed.source
         if source is not None and (self.stops or packed.index in self.staying):
-            if isinstance(source, Argument):
-                tensor = source.tensor()
-                # without its graph
-                tensor = tensor.detach() if tensor.requires_grad else tensor
-            else:
-                tensor = source()
-                if tensor is not None and tensor._version != packed.version:
-                    raise RuntimeError(stale("a parameter saved for backward", tensor))
+            tensor = source.tensor()
             if tensor is not None:
-                return packed.of(tensor)
+                return tensor
         backward = backward_id()
         index = packed.index
         recompute = self._recomputes.get(backward) or self._recompute(backward, asked=index)

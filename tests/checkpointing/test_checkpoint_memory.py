@@ -118,6 +118,9 @@ def work(wrap, fn, *args) -> int:
 def test_overhead_is_not_above_torchs():
     layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
     assert work(checkpoint, layer, x) <= work(stock, layer, x)
+    # nor that of a saved tensor and of a module
+    layers = [nn.LayerNorm(4), nn.Linear(4, 4), nn.SiLU(), nn.Linear(4, 4), nn.Tanh()] * 4
+    assert work(checkpoint, nn.Sequential(*layers), x) <= work(stock, nn.Sequential(*layers), x)
     # not a call for every element
     data = {"data": list(range(20_000)), "more": [None] * 10_000}
     given = (lambda x, data: x.sin() * len(data), randn(4), data)
