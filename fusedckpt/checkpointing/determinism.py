@@ -117,6 +117,13 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         return torch.equal(_bytes(a), _bytes(b))
 
 
+def same_note(a: Note, b: Note) -> bool:
+    """Whether two notes are of tensors with equal bits."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return (a.shape, a.dtype) == (b.shape, b.dtype) and same_bits(a, b)
+    return isinstance(a, Checksum) and a == b
+
+
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, where NaN equals itself."""
     dense = tensor if tensor.layout == torch.strided else tensor.to_dense()

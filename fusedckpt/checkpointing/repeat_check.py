@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.checkpointing.calls import Argument, Options
 from fusedckpt.checkpointing.chain import ChainedSegment
-from fusedckpt.checkpointing.determinism import Checksum, Note, Results, note_of, same_bits
+from fusedckpt.checkpointing.determinism import Note, Results, note_of, same_note
 from fusedckpt.checkpointing.module_calls import is_state, recomputed
 from fusedckpt.memory import storages_of, strided
 
@@ -134,7 +134,4 @@ def _is_unwritten(before: _TensorState | None, tensor: Tensor) -> bool:
     key, version, note = before
     if (key, version) != (id(tensor), tensor._version):
         return False
-    now = note_of(tensor)
-    if isinstance(note, Tensor) and isinstance(now, Tensor):
-        return same_bits(note, now)
-    return isinstance(note, Checksum) and note == now
+    return same_note(note, note_of(tensor))

@@ -36,7 +36,7 @@ from fusedckpt.planning.graph import graph_of
 from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import Lifetimes
 from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
-from fusedckpt.planning.survey import trimmers_of
+from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.planning.whole_steps import Times, times_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of

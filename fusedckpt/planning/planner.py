@@ -79,8 +79,10 @@ def plan(
 
     A unit that modifies its arguments in place is left unchanged. A unit is never recomputed if its
     forward is not the same twice from the same arguments and random states (torch's, Python's and
-    NumPy's); `left_out` names it. For a DistributedDataParallel the module inside is planned and
-    its buckets are counted. Plan a model first, then shard it, then compile it.
+    NumPy's); `left_out` names it. So it does with a unit that gets another unit's output which code
+    in between writes without a new version (`.data`, NumPy): a segment begins there. Later steps
+    are not watched for a first such write. For a DistributedDataParallel the module inside is
+    planned and its buckets are counted. Plan a model first, then shard it, then compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
     budget and shapes; the first rank measures, and all get its plan. The forward must not

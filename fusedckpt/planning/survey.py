@@ -23,11 +23,12 @@ from fusedckpt.planning import grouping
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArguments
 from fusedckpt.planning.graph import graph_of, leaves_of
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
+from fusedckpt.planning.rewritten import REWRITTEN, rewritten_units
 from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
+from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
-from fusedckpt.state.holders import nested, trimmer
 
 WRITES = "modifies its input"
 
@@ -108,10 +109,14 @@ class _FirstCall(RepeatCheck):
 
 
 class _Visits:
-    """The calls of modules in one forward."""
+    """The calls of modules in one forward.
 
-    def __init__(self, model: nn.Module) -> None:
+    rewritten: the names of units that get a tensor which was written since a unit returned it.
+    """
+
+    def __init__(self, model: nn.Module, rewritten: Container[str]) -> None:
         self._model = model
+        self._rewritten = rewritten
         # by name, how often a module is called
         self.counts: Counter[str] = Counter()
         # the first call of each module
@@ -220,6 +225,7 @@ class _Visits:
             if call.why_not or self.counts[name] > 1:
                 continue
             gets_output = is_open and self._gets_output(call.inputs)
+            gets_output = gets_output and name not in self._rewritten
             is_open = name not in fixed
             module = self._model.get_submodule(name)
             why = fixed.get(name, "")
@@ -267,13 +273,15 @@ class _Visits:
 def survey(step: Step, names: Sequence[str]) -> Survey:
     """Run a forward, and call its units again; raise ValueError where it has no unit."""
     first = _survey(step, names)
+    is_joined = any(unit.joined for unit in first.units)
+    rewritten = rewritten_units(step, names) if is_joined else []
     # a unit may do more in its first call, such as make a tensor that it keeps
     is_same = NOT_THE_SAME not in first.left_out.values()
-    return first if is_same else _survey(step, names)
+    return first if is_same and not rewritten else _survey(step, names, rewritten)
 
 
-def _survey(step: Step, names: Sequence[str]) -> Survey:
-    visits = _Visits(step.model)
+def _survey(step: Step, names: Sequence[str], rewritten: Sequence[str] = ()) -> Survey:
+    visits = _Visits(step.model, rewritten)
     step, held = step.fresh()
     modules = {name: step.model.get_submodule(name) for name in names}
     with assigned({module: partial(visits.visit, name) for name, module in modules.items()}):
@@ -286,6 +294,7 @@ def _survey(step: Step, names: Sequence[str]) -> Survey:
     fixed = visits.find_fixed()
     visits.trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
+    left_out |= dict.fromkeys(rewritten, REWRITTEN)
     left_out |= {name: why for name, why in fixed.items() if why != WRITES}
     units = fewer(grouped([*visits.units(fixed)], left_out), grouping.MOST_UNITS)
     _check_units(step.model, units, left_out)
@@ -364,12 +373,3 @@ def _leaf_bytes(outputs: Iterable[Tensor], held: list[Tensor]) -> int:
     made = [x for x in leaves_of(outputs) if id(x) not in ids and not isinstance(x, nn.Parameter)]
     gradients = sum(x.numel() * x.element_size() for x in made)
     return nbytes_of([*made, *held]) - nbytes_of(held) + gradients
-
-
-def trimmers_of(args: Any, kwargs: Any) -> list[Callable[[], None]]:
-    """Return functions that take from containers among arguments the items added from now on.
-
-    A unit may add tensors of its own graph to a dict, which its segment holds: where no backward
-    comes, they would hold each other.
-    """
-    return [trimmer(x) for value in (*args, *kwargs.values()) for x in nested(value)]
