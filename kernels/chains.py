@@ -19,7 +19,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .norm import MAX_BLOCK, NormRule, rows_for
 from .norm_kernels import normalise
-from .runtime import is_exact, load, store, tl, triton
+from .runtime import cdiv, is_exact, jit_kernel, load, store, tl
 
 # elements of a program of the kernels over elements, 8 a thread
 TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
@@ -83,7 +83,7 @@ class GatePlaces(NamedTuple):
     width: int
 
 
-@triton.jit
+@jit_kernel
 def modulated_norm_kernel(
     t, m, n, rows, eps, LAYER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -110,7 +110,7 @@ def modulated_norm_kernel(
     store(t.y + rm * n + rn, y, mask)
 
 
-@triton.jit
+@jit_kernel
 def channel_norm_kernel(
     t,
     numel,
@@ -145,7 +145,7 @@ def channel_norm_kernel(
     store(t.y + i, ACTIVATION(y, y, is_exact(t.y))[0], mask)
 
 
-@triton.jit
+@jit_kernel
 def gated_sum_kernel(
     residual, branch, gate, y, numel, span, stride, step, width, BLOCK: tl.constexpr
 ):
@@ -176,9 +176,8 @@ def modulated_norm(
     strides = [0 if t is None else t.stride(0) for t in (factor, shift)]
     t = Modulation(x, weight, bias, factor, shift, y, x.stride(0), *strides)
     how: dict[str, Any] = {"LAYER": rule.kind == "layer", **rows_for(n)}
-    with torch.cuda.device_of(x):
-        grid = (triton.cdiv(m, how["BLOCK_M"]),)
-        modulated_norm_kernel[grid](t, m, n, rows, rule.eps, **how)
+    grid = (cdiv(m, how["BLOCK_M"]),)
+    modulated_norm_kernel[grid](t, m, n, rows, rule.eps, **how)
     return y
 
 
@@ -203,10 +202,9 @@ def channel_norm(
     size = channels // groups if groups else 1
     act = ACTIVATIONS[activation].value_and_grad
     how = {"ACTIVATION": act, "LAST": is_channels_last(x), **TILE}
-    with torch.cuda.device_of(x):
-        grid = (triton.cdiv(x.numel(), TILE["BLOCK"]),)
-        sizes = x.numel(), channels, length, groups, size
-        channel_norm_kernel[grid](t, *sizes, **how)
+    grid = (cdiv(x.numel(), TILE["BLOCK"]),)
+    sizes = x.numel(), channels, length, groups, size
+    channel_norm_kernel[grid](t, *sizes, **how)
     return y
 
 
@@ -218,9 +216,8 @@ def is_channels_last(x: Tensor) -> bool:
 def gated_sum(residual: Tensor, branch: Tensor, gate: Tensor, places: GatePlaces) -> Tensor:
     """Return residual + gate * branch, tensors with one layout but for the gate."""
     y = torch.empty_like(branch)
-    with torch.cuda.device_of(branch):
-        grid = (triton.cdiv(branch.numel(), TILE["BLOCK"]),)
-        gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **TILE)
+    grid = (cdiv(branch.numel(), TILE["BLOCK"]),)
+    gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **TILE)
     return y
 
 

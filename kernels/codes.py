@@ -22,7 +22,17 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
-from .runtime import is_exact, load, row_blocks, store, tl, triton
+from .runtime import (
+    cdiv,
+    is_exact,
+    jit_kernel,
+    load,
+    next_power_of_2,
+    row_blocks,
+    store,
+    tl,
+    triton,
+)
 
 # bytes that a program makes or reads: 236 registers of a thread with 4096, and AMD's spill
 MAX_BLOCK = 1024
@@ -61,8 +71,8 @@ def width_of(n: int) -> int:
 def launch_of(m: int, n: int) -> tuple[tuple[int], dict[str, int]]:
     """Return the grid and the tile for m rows of n columns: part of a row for each program."""
     width = width_of(n)
-    block = max(128, min(MAX_BLOCK, triton.next_power_of_2(width)))
-    return (m * triton.cdiv(width, block),), {"BLOCK": block, "num_warps": min(8, block // 128)}
+    block = max(128, min(MAX_BLOCK, next_power_of_2(width)))
+    return (m * cdiv(width, block),), {"BLOCK": block, "num_warps": min(8, block // 128)}
 
 
 @triton.jit
@@ -75,7 +85,7 @@ def part_of_row(n, BLOCK: tl.constexpr):
     return quarter, row, rn
 
 
-@triton.jit
+@jit_kernel
 def coded_act_kernel(
     z,
     h,
@@ -101,7 +111,7 @@ def coded_act_kernel(
     tl.store(codes + row * quarter + rn, packed.to(tl.uint8), rn < quarter)
 
 
-@triton.jit
+@jit_kernel
 def coded_grad_kernel(
     dh,
     stride_dh,
@@ -138,8 +148,7 @@ def coded_act(
     if kernel != "aten":
         (grid, tile) = launch_of(m, n)
         act = ACTIVATIONS[activation].value_and_grad
-        with torch.cuda.device_of(z):
-            coded_act_kernel[grid](z.contiguous(), h, codes, n, act, *steps.boundaries, **tile)
+        coded_act_kernel[grid](z.contiguous(), h, codes, n, act, *steps.boundaries, **tile)
         return h, codes
     for rows in row_blocks(z):
         codes[rows] = encoded(z[rows], steps)
@@ -156,8 +165,7 @@ def coded_grad(
     dz = torch.empty_like(dh, memory_format=torch.contiguous_format) if out is None else out
     if kernel != "aten":
         grid, tile = launch_of(m, n)
-        with torch.cuda.device_of(dh):
-            coded_grad_kernel[grid](dh, dh.stride(0), codes, dz, n, *slopes, **tile)
+        coded_grad_kernel[grid](dh, dh.stride(0), codes, dz, n, *slopes, **tile)
         return dz
     tables = tables_of(slopes, torch.promote_types(dh.dtype, torch.float32), dh.device)
     for rows in row_blocks(dh):

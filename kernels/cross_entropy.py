@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .activations import tanh
-from .runtime import load, row_blocks, store, tl, triton
+from .runtime import jit_kernel, load, next_power_of_2, row_blocks, store, tl, triton
 
 # of a row's result: log p(target), log-sum-exp, the mean of log p, entropy
 WIDTH = 4
@@ -84,7 +84,7 @@ def row_statistics(u, n, scale, softcap, sharpness, ENTROPY: tl.constexpr, BLOCK
     return lse, plain / n, lse - weighted / total if ENTROPY else 0.0
 
 
-@triton.jit
+@jit_kernel
 def cross_entropy_kernel(
     t, n, ignored, scale, softcap, sharpness, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -124,11 +124,10 @@ def launch(rows: LogitRows, rule: LogitRule) -> None:
     """Run the kernel on every row."""
     m, n = rows.u.shape
     numbers = rule.ignore_index, rule.scale, rule.softcap, rule.sharpness
-    block = min(BLOCK, triton.next_power_of_2(n))
-    with torch.cuda.device_of(rows.u):
-        cross_entropy_kernel[(m,)](
-            rows, n, *numbers, ENTROPY=rule.entropy, BLOCK=block, num_warps=8 if block > 512 else 1
-        )
+    block = min(BLOCK, next_power_of_2(n))
+    cross_entropy_kernel[(m,)](
+        rows, n, *numbers, ENTROPY=rule.entropy, BLOCK=block, num_warps=8 if block > 512 else 1
+    )
 
 
 def statistics(u: Tensor, target: Tensor, rule: LogitRule, kernel: str) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .runtime import load, row_blocks, store, tl, triton
+from .runtime import cdiv, jit_kernel, load, row_blocks, store, tl
 
 # counters of a program, each for eight elements
 BLOCK = 256
@@ -25,7 +25,7 @@ def threshold_of(p: float) -> int:
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
-@triton.jit
+@jit_kernel
 def dropout_kernel(x, y, seed, first, numel, threshold, scale, BLOCK: tl.constexpr):
     """Write x times 0 or `scale` into y; `first` is the index of x[0] in the whole matrix."""
     group = (first // 8 + tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -57,8 +57,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     if kernel != "aten":
         groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS
         numbers = first, x.numel(), threshold_of(p), scale
-        with torch.cuda.device_of(x):
-            dropout_kernel[(triton.cdiv(groups, BLOCK),)](x, y, seed, *numbers, BLOCK=BLOCK)
+        dropout_kernel[(cdiv(groups, BLOCK),)](x, y, seed, *numbers, BLOCK=BLOCK)
         return y
     wide = torch.promote_types(x.dtype, torch.float32)
     for rows in row_blocks(x):

@@ -16,7 +16,18 @@ from .activations import ACTIVATIONS
 from .norm import check_operands, num_multiprocessors
 from .norm_kernels import inverse_std, round_xhat, row_sums
 from .partials import sum_partials
-from .runtime import arch, is_exact, load, row_blocks, store, tl, triton
+from .runtime import (
+    arch,
+    cdiv,
+    is_exact,
+    jit_kernel,
+    load,
+    next_power_of_2,
+    row_blocks,
+    store,
+    tl,
+    triton,
+)
 
 # elements of a tile: 8 for each thread of 8 warps
 TILE = 2048
@@ -98,7 +109,7 @@ class GatedNormGrad(NamedTuple):
     width: int
 
 
-@triton.jit
+@jit_kernel
 def gated_norm_kernel(
     t,
     m,
@@ -162,7 +173,7 @@ def read_grad(
     return x, gate, value, row, grad, dxhat
 
 
-@triton.jit
+@jit_kernel
 def gated_norm_grad_kernel(
     t,
     m,
@@ -225,7 +236,7 @@ def gated_norm_grad_kernel(
 
 def tile_of(n: int) -> dict[str, int]:
     """Return the tile for groups of n columns."""
-    block_n = min(TILE, triton.next_power_of_2(n))
+    block_n = min(TILE, next_power_of_2(n))
     return {"BLOCK_M": min(64, TILE // block_n), "BLOCK_N": block_n, "num_warps": NUM_WARPS}
 
 
@@ -239,11 +250,10 @@ def gated_norm(
     strides = x.stride(0), gate.stride(0), width
     t = GatedNormOperands(x, gate, weight, y, *strides)
     tile = tile_of(width // rule.groups)
-    grid = triton.cdiv(m, tile["BLOCK_M"]), rule.groups
-    with torch.cuda.device_of(x):
-        gated_norm_kernel[grid](
-            t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **tile
-        )
+    grid = cdiv(m, tile["BLOCK_M"]), rule.groups
+    gated_norm_kernel[grid](
+        t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **tile
+    )
     return y
 
 
@@ -261,7 +271,7 @@ def gated_norm_grad(
     m, width = x.shape
     tile = tile_of(width // rule.groups)
     fitting = max(1, RESIDENT * num_multiprocessors(x.device) // rule.groups)
-    programs = max(1, min(triton.cdiv(m, tile["BLOCK_M"]), fitting))
+    programs = max(1, min(cdiv(m, tile["BLOCK_M"]), fitting))
     contiguous = torch.contiguous_format
     dx, dgate = (
         torch.empty_like(like, memory_format=contiguous) if need else None
@@ -272,10 +282,9 @@ def gated_norm_grad(
     t = GatedNormGrad(dy, x, gate, weight, dx, dgate, dw, *strides)
     # left to itself sm_100 takes fewer for groups of 128 columns, and spills eight bytes
     how = tile | ({"maxnreg": 128} if arch().startswith("sm_") else {})
-    with torch.cuda.device_of(x):
-        gated_norm_grad_kernel[programs, rule.groups](
-            t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **how
-        )
+    gated_norm_grad_kernel[programs, rule.groups](
+        t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **how
+    )
     dw, _ = sum_partials(dw, None, sums_dtype or torch.float32)
     return dx, dgate, dw
 

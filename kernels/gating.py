@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS, aten, sigmoids
 from .routed import Route, as_rows, blocks_of_rows, per_token, scores_by_row, scores_by_slot
-from .runtime import is_exact, load, store, tl, triton
+from .runtime import cdiv, is_exact, jit_kernel, load, store, tl, triton
 
 # a warp covers a row of it, 8 elements a thread
 TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
@@ -141,7 +141,7 @@ def store_pair(dz, dup, gate, factor, rm, start, m, n, stride, WIDTH: tl.constex
         store(dz + offsets, pairs, inside & (rn < 2 * n)[None, :])
 
 
-@triton.jit
+@jit_kernel
 def gate_kernel(
     z,
     up,
@@ -169,7 +169,7 @@ def gate_kernel(
     store(h + rm[:, None] * n + rn[None, :], value * score, (rm < m)[:, None] & (rn < n)[None, :])
 
 
-@triton.jit
+@jit_kernel
 def gate_grad_kernel(
     dh,
     scores,
@@ -244,10 +244,9 @@ def _launch_gate(
 ) -> None:
     """Write h by one kernel."""
     m, n = h.shape
-    grid = (triton.cdiv(m, TILE["BLOCK_M"]) * triton.cdiv(n, TILE["BLOCK_N"]),)
+    grid = (cdiv(m, TILE["BLOCK_M"]) * cdiv(n, TILE["BLOCK_N"]),)
     operands = *_pair(z, gate, up), scores.contiguous(), route.order, h
-    with torch.cuda.device_of(z):
-        gate_kernel[grid](*operands, m, n, z.stride(0), *rule_of(gating), **TILE)
+    gate_kernel[grid](*operands, m, n, z.stride(0), *rule_of(gating), **TILE)
 
 
 def _pair(z: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -306,11 +305,10 @@ def _launch_gate_grad(
     """Fill `out` by one kernel."""
     m, n = dh.shape
     sizes = m, n, len(route.ends)
-    grid = (triton.cdiv(m, TILE["BLOCK_M"]),)
-    with torch.cuda.device_of(dh):
-        gate_grad_kernel[grid](
-            dh, scores.contiguous(), route.order, out, *sizes, *rule_of(gating), **TILE
-        )
+    grid = (cdiv(m, TILE["BLOCK_M"]),)
+    gate_grad_kernel[grid](
+        dh, scores.contiguous(), route.order, out, *sizes, *rule_of(gating), **TILE
+    )
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:

@@ -14,7 +14,18 @@ import torch
 from torch import Tensor
 
 from .partials import partial_sums, store_summed, sum_partials
-from .runtime import INTERPRETED, TensorDescriptor, arch, is_exact, load, store, tl, triton
+from .runtime import (
+    INTERPRETED,
+    TensorDescriptor,
+    arch,
+    cdiv,
+    is_exact,
+    jit_kernel,
+    load,
+    store,
+    tl,
+    triton,
+)
 
 # rows of tiles that share their columns of w in L2
 GROUP_M = tl.constexpr(8)
@@ -253,7 +264,7 @@ def finish(
         rn += WIDTH
 
 
-@triton.jit
+@jit_kernel
 def gemm_kernel(
     x,
     w,
@@ -326,12 +337,11 @@ def gemm(
             TensorDescriptor(t, list(t.shape), [t.stride(0), 1], block, **rounding)
             for t, block in ((x, [block_m, block_k]), (stored, block))
         ]
-    row_tiles = triton.cdiv(m, block_m)
+    row_tiles = cdiv(m, block_m)
     sums = partial_sums(x, needs_db, row_tiles, n)
     sizes = m, n, k, x.stride(0), *w.stride()
-    grid = (row_tiles * triton.cdiv(n, block_n),)
-    with torch.cuda.device_of(x):
-        gemm_kernel[grid](*operands, out._replace(**sums), *sizes, *epilogue, activation, **options)
+    grid = (row_tiles * cdiv(n, block_n),)
+    gemm_kernel[grid](*operands, out._replace(**sums), *sizes, *epilogue, activation, **options)
     return sum_partials(sums.get("db"), sums.get("db_up"))
 
 

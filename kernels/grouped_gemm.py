@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .gemm import finish, multiply, options_for
-from .runtime import load, store, tl, triton
+from .runtime import cdiv, jit_kernel, load, next_power_of_2, store, tl, triton
 
 # programs of an expert, and elements that each clears at once
 CLEARED: dict[str, Any] = {"PARTS": 32, "BLOCK": 2048}
@@ -81,7 +80,7 @@ def expert_of(tile, ends, num_experts, BLOCK_M: tl.constexpr, EXPERTS: tl.conste
     return expert, tl.sum(tl.where(experts < expert, tiles, 0), 0)
 
 
-@triton.jit
+@jit_kernel
 def grouped_gemm_kernel(
     x,
     w,
@@ -123,7 +122,7 @@ def grouped_gemm_kernel(
     finish(acc, rm, column, end, n, expert, out, load_total, store_rows, None, SLICES)
 
 
-@triton.jit
+@jit_kernel
 def grouped_grad_kernel(
     x,
     dy,
@@ -190,14 +189,13 @@ def grouped_gemm(
     out = StoreRows(y, y if adds else None, bias, scores, num_rows)
     options = _options(x, (w.stride(1) if w.stride(2) == 1 else w.stride(2), x.stride(0)), k)
     # each expert that has rows, and the rows of none, may have one tile that is not full
-    row_tiles = triton.cdiv(num_rows, options["BLOCK_M"]) + min(num_experts + 1, num_rows)
-    grid = (row_tiles * triton.cdiv(n, options["BLOCK_N"]),)
+    row_tiles = cdiv(num_rows, options["BLOCK_M"]) + min(num_experts + 1, num_rows)
+    grid = (row_tiles * cdiv(n, options["BLOCK_N"]),)
     strides = x.stride(0), w.stride(0), w.stride(2), w.stride(1)
-    experts = triton.next_power_of_2(num_experts)
-    with torch.cuda.device_of(x):
-        grouped_gemm_kernel[grid](
-            x, w, out, ends, num_experts, n, k, *strides, EXPERTS=experts, **options
-        )
+    experts = next_power_of_2(num_experts)
+    grouped_gemm_kernel[grid](
+        x, w, out, ends, num_experts, n, k, *strides, EXPERTS=experts, **options
+    )
 
 
 def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = False) -> None:
@@ -213,12 +211,11 @@ def grouped_grad(x: Tensor, dy: Tensor, ends: Tensor, dw: Tensor, adds: bool = F
     assert all(t.stride(1) == 1 or t.shape[1] == 1 for t in (x, dy))
     out = StoreRows(dw, dw if adds else None)
     options = _options(x, (x.stride(0), dy.stride(0)), x.shape[0] // num_experts)
-    grid = (num_experts * triton.cdiv(m, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"]),)
-    with torch.cuda.device_of(x):
-        grouped_grad_kernel[grid](x, dy, out, ends, m, n, x.stride(0), dy.stride(0), **options)
+    grid = (num_experts * cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"]),)
+    grouped_grad_kernel[grid](x, dy, out, ends, m, n, x.stride(0), dy.stride(0), **options)
 
 
-@triton.jit
+@jit_kernel
 def clear_unused_kernel(dw, ends, numel, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Write zeros over a part of an expert's gradient if it has no rows."""
     expert = tl.program_id(0) // PARTS
@@ -235,8 +232,7 @@ def clear_unused_kernel(dw, ends, numel, PARTS: tl.constexpr, BLOCK: tl.constexp
 def clear_unused(dw: Tensor, ends: Tensor) -> None:
     """Write zeros over the gradients dw [E, M, N] of experts without rows; dw is contiguous."""
     assert dw.is_contiguous()
-    with torch.cuda.device_of(dw):
-        clear_unused_kernel[len(dw) * CLEARED["PARTS"],](dw, ends, dw[0].numel(), **CLEARED)
+    clear_unused_kernel[len(dw) * CLEARED["PARTS"],](dw, ends, dw[0].numel(), **CLEARED)
 
 
 def _options(x: Tensor, leads: tuple[int, ...], k: int) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from torch import Tensor
 from .activations import ACTIVATIONS, Activation
 from .gemm import ACT, ACT_GRAD, StoreAct, StoreActGrad, gemm
 from .partials import partial_sums, store_summed, sum_partials
-from .runtime import column_sums, is_exact, load, row_blocks, store, tl, triton
+from .runtime import cdiv, column_sums, is_exact, jit_kernel, load, row_blocks, store, tl, triton
 
 FLAT = {"BLOCK": 4096, "num_warps": 8}
 TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
 
 
-@triton.jit
+@jit_kernel
 def act_kernel(z, up, h, stride_zm, n, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """Compute some elements of h = act(z), times up where that is given; see `act_into`."""
     tile = tl.program_id(0)
@@ -55,9 +55,8 @@ def act_into(z: Tensor, up: Tensor | None, h: Tensor, activation: Any) -> None:
         (m, n) = z.shape
         stride = z.stride(0)
         assert n == 1 or z.stride(1) == 1
-    grid = (m * triton.cdiv(n, FLAT["BLOCK"]),)
-    with torch.cuda.device_of(z):
-        act_kernel[grid](z, up, h, stride, n, activation, **FLAT)
+    grid = (m * cdiv(n, FLAT["BLOCK"]),)
+    act_kernel[grid](z, up, h, stride, n, activation, **FLAT)
 
 
 class HiddenGrad(NamedTuple):
@@ -119,7 +118,7 @@ def store_hidden_grad(dh, loaded, rm, rn, mask, n, tile_m, out, ACTIVATION: tl.c
 HIDDEN_GRAD = load_hidden, store_hidden_grad
 
 
-@triton.jit
+@jit_kernel
 def act_grad_kernel(
     dh, stride_dh, out, m, n, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -140,12 +139,11 @@ def act_grad(
     """Fill `out` from dh [M, N], columns adjacent; return db and db_up [N] where needed."""
     m, n = dh.shape
     assert dh.stride(1) == 1 or n == 1
-    row_tiles = triton.cdiv(m, TILE["BLOCK_M"])
+    row_tiles = cdiv(m, TILE["BLOCK_M"])
     sums = partial_sums(dh, needs_db, row_tiles, n)
     out = out.launched(**sums)
-    grid = (row_tiles * triton.cdiv(n, TILE["BLOCK_N"]),)
-    with torch.cuda.device_of(dh):
-        act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **TILE)
+    grid = (row_tiles * cdiv(n, TILE["BLOCK_N"]),)
+    act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **TILE)
     return sum_partials(sums.get("db"), sums.get("db_up"))
 
 

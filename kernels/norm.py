@@ -24,7 +24,7 @@ from .norm_kernels import (
     wide_norm_kernel,
 )
 from .partials import sum_partials
-from .runtime import arch, triton
+from .runtime import arch, cdiv, next_power_of_2
 
 MAX_BLOCK = 16384
 MAX_GRAD_BLOCK = 8192
@@ -55,7 +55,7 @@ class NormRule(NamedTuple):
 
 def rows_for(n: int, share: int = 16) -> dict[str, int]:
     """Return the tile for rows of n <= MAX_BLOCK columns, of 8 elements per thread or more."""
-    block_n = triton.next_power_of_2(n)
+    block_n = next_power_of_2(n)
     # sixteen where rows are long: short ones' share of dw would take more than 128 registers
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
     num_warps = max(4, min(16, block_m * block_n // (32 * share)))
@@ -134,15 +134,14 @@ def norm(
         x, residual, weight, bias, y=y, total=total, stride_xm=x.stride(0), stride_rm=stride_rm
     )
     args = t, m, n, rule.eps, rule.offset
-    with torch.cuda.device_of(x):
-        if n > MAX_BLOCK:
-            # a whole chunk of two dtypes spills eight bytes on sm_90
-            block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
-            wide_norm_kernel[(m,)](*args, **rule.constexprs, BLOCK=block, num_warps=8)
-        else:
-            tile = rows_for(n)
-            grid = (triton.cdiv(m, tile["BLOCK_M"]),)
-            norm_kernel[grid](*args, **rule.constexprs, **tile)
+    if n > MAX_BLOCK:
+        # a whole chunk of two dtypes spills eight bytes on sm_90
+        block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
+        wide_norm_kernel[(m,)](*args, **rule.constexprs, BLOCK=block, num_warps=8)
+    else:
+        tile = rows_for(n)
+        grid = (cdiv(m, tile["BLOCK_M"]),)
+        norm_kernel[grid](*args, **rule.constexprs, **tile)
     return y, total
 
 
@@ -167,27 +166,26 @@ def norm_grad(
     stages = stages_for(dy, dtotal, x)
     column_bytes = bytes_per_column(dy, dtotal, x)
     resident = 2 if wide else resident_programs(tile, stages, column_bytes, x.device)
-    programs = min(triton.cdiv(m, tile["BLOCK_M"]), resident * num_multiprocessors(x.device))
+    programs = min(cdiv(m, tile["BLOCK_M"]), resident * num_multiprocessors(x.device))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
     t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
     numbers = m, n, rule.eps, rule.offset
-    with torch.cuda.device_of(x):
-        if not wide:
-            how = tile | {"STAGES": stages}
-            if arch().startswith("sm_"):
-                # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
-                how["maxnreg"] = 128
-            norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
-        else:
-            # the statistics and dx row by row, then dw and db column by column
-            stats = x.new_empty(2, m, dtype=torch.float32)
-            wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
-            if dw is not None or db is not None:
-                grid = (programs, triton.cdiv(n, tile["BLOCK_N"]))
-                stages = stages_for(dy, x)
-                wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
+    if not wide:
+        how = tile | {"STAGES": stages}
+        if arch().startswith("sm_"):
+            # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
+            how["maxnreg"] = 128
+        norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
+    else:
+        # the statistics and dx row by row, then dw and db column by column
+        stats = x.new_empty(2, m, dtype=torch.float32)
+        wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
+        if dw is not None or db is not None:
+            grid = (programs, cdiv(n, tile["BLOCK_N"]))
+            stages = stages_for(dy, x)
+            wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 
 

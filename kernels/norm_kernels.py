@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .runtime import INTERPRETED, load, round_to, store, tl, triton
+from .runtime import INTERPRETED, jit_kernel, load, round_to, store, tl, triton
 
 
 class NormOperands(NamedTuple):
@@ -126,7 +126,7 @@ def normalise(row, inside, mask, n, eps, LAYER: tl.constexpr):
     return row * inverse_std(variance, eps, inside)
 
 
-@triton.jit
+@jit_kernel
 def norm_kernel(
     t,
     m,
@@ -186,7 +186,7 @@ def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
     return xhat, (grad - xhat * (product * per_row * rstd)) * rstd
 
 
-@triton.jit
+@jit_kernel
 def norm_grad_kernel(
     t,
     m,
@@ -261,7 +261,7 @@ def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.conste
     return mean, tl.rsqrt(variance + eps)
 
 
-@triton.jit
+@jit_kernel
 def wide_norm_kernel(
     t, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -297,7 +297,7 @@ def read_dxhat(dy, weight, offset, rn, mask):
     return dxhat
 
 
-@triton.jit
+@jit_kernel
 def wide_dx_kernel(
     t, stats, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -328,7 +328,7 @@ def wide_dx_kernel(
             store(t.dx + rm * n + rn, grad, rn < n)
 
 
-@triton.jit
+@jit_kernel
 def wide_dw_kernel(
     t,
     stats,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .runtime import load, store, tl, triton
+from .runtime import cdiv, jit_kernel, load, store, tl, triton
 
 TILE = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8}
 
@@ -27,7 +27,7 @@ def store_summed(out, sums, offsets, value, mask, rn, n, tile_m):
         tl.store(sums + tile_m * n + rn, tl.sum(tl.where(mask, value, 0.0), axis=0), mask=rn < n)
 
 
-@triton.jit
+@jit_kernel
 def sum_partials_kernel(
     first, second, total, second_total, m, n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
@@ -56,7 +56,6 @@ def sum_partials(
     assert all(t is None or t.is_contiguous() for t in pair)
     m, n = present.shape
     total, second_total = (None if t is None else t.new_empty(n, dtype=dtype) for t in pair)
-    grid = (triton.cdiv(n, TILE["BLOCK_N"]),)
-    with torch.cuda.device_of(present):
-        sum_partials_kernel[grid](*pair, total, second_total, m, n, **TILE)
+    grid = (cdiv(n, TILE["BLOCK_N"]),)
+    sum_partials_kernel[grid](*pair, total, second_total, m, n, **TILE)
     return total, second_total

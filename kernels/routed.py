@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .runtime import load, row_blocks, store, tl, triton
+from .runtime import cdiv, jit_kernel, load, next_power_of_2, row_blocks, store, tl, triton
 
 # slots of a program; tiles of experts that are counted, and of blocks and experts that are added up
 SLOTS = 64
@@ -76,7 +76,7 @@ def experts_of(index, slots, num_slots, num_experts):
     return tl.where(number < 0, num_experts, expert).to(tl.int32)
 
 
-@triton.jit
+@jit_kernel
 def count_kernel(index, counts, num_slots, num_experts, width, BLOCK: tl.constexpr):
     """Count a block's slots by expert."""
     slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -87,7 +87,7 @@ def count_kernel(index, counts, num_slots, num_experts, width, BLOCK: tl.constex
         tl.store(counts + tl.program_id(0) * width + experts, count, experts < width)
 
 
-@triton.jit
+@jit_kernel
 def scan_kernel(counts, totals, num_blocks, width, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
     """Write the slots of some experts in all earlier blocks over their counts, and all of them."""
     experts = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
@@ -106,7 +106,7 @@ def scan_kernel(counts, totals, num_blocks, width, BLOCK: tl.constexpr, EXPERTS:
     tl.store(totals + experts, before.to(tl.int64))
 
 
-@triton.jit
+@jit_kernel
 def place_kernel(
     index,
     before,
@@ -141,7 +141,7 @@ def place_kernel(
         tl.store(ends + experts, sums.to(tl.int32), experts < num_experts)
 
 
-@triton.jit
+@jit_kernel
 def combine_kernel(rows, places, ends, y, n, top_k, num_experts, BLOCK: tl.constexpr):
     """Sum a part of one token's rows; those of no expert are not read."""
     tiles = tl.cdiv(n, BLOCK)
@@ -193,8 +193,8 @@ def sorted_rows(index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     numel = index.numel()
     top_k = index.shape[-1]
     # a negative index counts as one more expert, and none as another
-    width: int = max(SCAN["EXPERTS"], triton.next_power_of_2(num_experts + 2))
-    blocks = triton.cdiv(numel, SLOTS)
+    width: int = max(SCAN["EXPERTS"], next_power_of_2(num_experts + 2))
+    blocks = cdiv(numel, SLOTS)
     counts = index.new_empty(blocks, width, dtype=torch.int32)
     totals = index.new_empty(width, dtype=torch.int64)
     order, tokens = (index.new_empty(numel, dtype=torch.int64) for _ in range(2))
@@ -202,13 +202,12 @@ def sorted_rows(index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     ends = index.new_empty(num_experts, dtype=torch.int32)
     results: tuple[Tensor, ...] = order, tokens, places, ends
     tile: dict[str, Any] = {"BLOCK": SLOTS}
-    with torch.cuda.device_of(index):
-        count_kernel[blocks,](index, counts, numel, num_experts, width, **tile)
-        scan_kernel[width // SCAN["EXPERTS"],](counts, totals, blocks, width, **SCAN)
-        tile["EXPERTS"] = width
-        place_kernel[max(1, blocks),](
-            index, counts, totals, *results, numel, num_experts, top_k, **tile
-        )
+    count_kernel[blocks,](index, counts, numel, num_experts, width, **tile)
+    scan_kernel[width // SCAN["EXPERTS"],](counts, totals, blocks, width, **SCAN)
+    tile["EXPERTS"] = width
+    place_kernel[max(1, blocks),](
+        index, counts, totals, *results, numel, num_experts, top_k, **tile
+    )
     return *results, totals[num_experts : num_experts + 1]
 
 
@@ -244,11 +243,10 @@ def combine(x: Tensor, route: Route) -> Tensor:
     (m, top_k) = route.places.shape
     n = rows.shape[1]
     y = rows.new_empty(m, n)
-    block = min(1024, triton.next_power_of_2(n))
-    grid = (m * triton.cdiv(n, block),)
+    block = min(1024, next_power_of_2(n))
+    grid = (m * cdiv(n, block),)
     tile = {"BLOCK": block}
-    with torch.cuda.device_of(rows):
-        combine_kernel[grid](rows, route.places, route.ends, y, n, top_k, len(route.ends), **tile)
+    combine_kernel[grid](rows, route.places, route.ends, y, n, top_k, len(route.ends), **tile)
     return y
 
 

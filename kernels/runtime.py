@@ -27,6 +27,12 @@ HAS_TRITON = hasattr(triton, "__version__")
 # fixed for the process when triton was imported
 IS_INTERPRETED = bool(HAS_TRITON and triton.knobs.runtime.interpret)
 INTERPRETED = tl.constexpr(IS_INTERPRETED)
+# `triton.jit` of a function that the host launches
+jit_kernel: Any = triton.jit
+if HAS_TRITON and not IS_INTERPRETED:
+    from .launch import Kernel
+
+    jit_kernel = Kernel
 # float64 always runs on ATen
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # of a block of rows on a CPU: its float32 temporaries then stay in cache
@@ -37,8 +43,26 @@ def arch() -> str:
     """Name the target that a launch compiles for: `sm_90`, `gfx942`, ... or `interpreter`."""
     if IS_INTERPRETED:
         return "interpreter"
-    target = triton.runtime.driver.active.get_current_target()
-    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    driver = triton.runtime.driver.active
+    device = driver.get_current_device()
+    if device not in _archs:
+        target = driver.get_current_target()
+        _archs[device] = f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch)
+    return _archs[device]
+
+
+# by device
+_archs: dict[Any, str] = {}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n, 1 for 0."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 # an op passes every tensor through one of these four functions; they copy where no view will do

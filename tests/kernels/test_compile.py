@@ -133,11 +133,18 @@ def test_the_table_of_models(compiled, monkeypatch, capsys):
 
 
 def kernels() -> list[ast.FunctionDef]:
-    """All functions under triton.jit, in kernels/."""
+    """All functions under triton.jit, in kernels/, those that the host launches among them."""
     folder = Path(__file__).parents[2] / "kernels"
     nodes = [node for path in folder.glob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
-    return [f for f in functions if "triton.jit" in map(ast.unparse, f.decorator_list)]
+    decorators = {"triton.jit", "jit_kernel"}
+    return [f for f in functions if decorators & set(map(ast.unparse, f.decorator_list))]
+
+
+def test_kernels_that_the_host_launches_are_remembered():
+    for kernel in kernels():
+        is_launched = "jit_kernel" in map(ast.unparse, kernel.decorator_list)
+        assert is_launched == kernel.name.endswith("_kernel"), kernel.name
 
 
 def test_kernels_are_short():

@@ -1,7 +1,7 @@
-"""Layers launch through Triton's own launcher, at models' sizes, as `launch_layers.py` lists.
+"""Launches without a device; on a GPU the other tests launch.
 
-Launches without a device: the driver is libcuda.c, which refuses what a real one refuses. On a GPU
-the other tests launch.
+Layers launch through Triton's own launcher, at models' sizes, as `launch_layers.py` lists: there
+the driver is libcuda.c, which refuses what a real one refuses. A remembered launch is Triton's own.
 """
 
 import os
@@ -21,7 +21,18 @@ def test_launches_per_layer():
         pytest.skip("the driver that stands in is built by gcc")
     if torch.cuda.is_available():
         pytest.skip("kernels are launched for real here")
+    assert output_of("launch_layers.py") == ""
+
+
+def test_a_remembered_launch_is_that_of_triton():
+    """The same compiled kernel, arguments, grid and stream; Triton's own where it is unusual."""
+    assert output_of("compare_launches.py") == ""
+
+
+def output_of(script: str) -> str:
+    """Run a script of this folder where kernels are not interpreted."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).parent / "launch_layers.py")]
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    assert done.stdout == ""
+    command = [sys.executable, str(Path(__file__).parent / script)]
+    return subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
