@@ -7,7 +7,10 @@ them. A call is known to belong to the segment only when it comes:
     none                      place 0               opens a segment
     next place 1              place 1               is added to it: its argument is an output of the
                                                     call before, which the segment does not save
-    next place 2              place 4, out of turn  opens another segment
+    next place 2              place 4, behind       is added to it, if its argument is an output of
+                              calls that a step     one of its calls; else opens another segment
+                              skips
+    next place 2              place 1, out of turn  opens another segment
 
 Containers among the arguments are copied, shallowly, for the recompute: a model may append to a
 list that a module got, as dense networks do, and a module may write to a dict. The forward gets the
@@ -116,6 +119,12 @@ class ChainedSegment(Segment):
                 )
         return output
 
+    def has_returned(self, args: Any) -> bool:
+        """Whether a call before returned one of these arguments."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        returned = [self._outputs.get(_key_of(x)) for x in tensors]
+        return any(x is not None and x.tensor() is not None for x in returned)
+
     def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
         # a tensor in a container is not the segment's own either
         super()._mark(output, tuple(pytree.tree_leaves(inputs)))
@@ -174,8 +183,11 @@ class CallChain:
             return checkpoint(functools.partial(fn, **kwargs), *args)
         opened = _thread.open
         segment = None
-        if place and opened.owner is self and opened.next_place == place:
+        if place and opened.owner is self and opened.next_place <= place:
             segment = opened.segment()
+            # behind a call that was skipped, as at random, or of another forward
+            if segment is not None and opened.next_place < place:
+                segment = segment if segment.has_returned(args) else None
         if segment is None:
             segment = ChainedSegment(self._options)
         # a call inside this one opens segments of its own

@@ -23,6 +23,7 @@ from fusedckpt.planning.measure import measure_chain
 from fusedckpt.planning.offloading import CopyRates, copy_rates
 from fusedckpt.planning.plans import Plan
 from fusedckpt.planning.ranks import Group, broadcast, group_of
+from fusedckpt.planning.skipped import running_all
 from fusedckpt.planning.survey import Survey, survey
 from fusedckpt.planning.trials import Trials
 from fusedckpt.planning.units import check_count, check_model, default_units, unit_names
@@ -36,7 +37,7 @@ from fusedckpt.reporting.step import (
     optimizers_of,
 )
 from fusedckpt.reporting.trial import tensors_of, trial
-from fusedckpt.reporting.wrappers import StandIns, bucket_bytes, inside_of, stand_ins
+from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins
 from fusedckpt.state import rng
 
 
@@ -81,8 +82,9 @@ def plan(
     forward is not the same twice from the same arguments and random states (torch's, Python's and
     NumPy's); `left_out` names it. So it does with a unit that gets another unit's output which code
     in between writes without a new version (`.data`, NumPy): a segment begins there. Later steps
-    are not watched for a first such write. For a DistributedDataParallel the module inside is
-    planned and its buckets are counted. Plan a model first, then shard it, then compile it.
+    are not watched for a first such write. Of a model that skips units at random (LayerDrop) steps
+    are measured that run all of them. For a DistributedDataParallel the module inside is planned
+    and its buckets are counted. Plan a model first, then shard it, then compile it.
 
     Where torch.distributed is initialised, all ranks of a group call this with the same model,
     budget and shapes; the first rank measures, and all get its plan. The forward must not
@@ -126,9 +128,10 @@ def plan(
     Raises:
         TypeError: an argument has another type.
         ValueError: no plan fits the budget (the message names the least feasible one), no module
-            runs exactly once, a unit changes an object among its arguments, the model has a plan
-            applied, is sharded or compiled, or an argument is invalid. On all ranks of a group: the
-            first one raised; with gloo, one did not call within a minute.
+            runs exactly once, units are skipped at random and no step runs all, a unit changes an
+            object among its arguments, the model has a plan applied, is sharded or compiled, or an
+            argument is invalid. On all ranks of a group: the first one raised; with gloo, one did
+            not call within a minute.
     """
     model, parallel = inside_of(model)
     ranks = group_of(group, None if parallel is None else parallel.process_group)
@@ -227,11 +230,6 @@ class _StartingStep(NamedTuple):
     # parameters that begin it with a gradient of zeros, if they ever get a gradient
     assumed: AbstractSet[Tensor]
 
-    def with_stand_ins(self, made: StandIns) -> _StartingStep:
-        """Return the same of a model whose parameters were replaced; made: by old ones, new."""
-        assumed = {made.get(x, x) for x in self.assumed}  # type: ignore[call-overload]
-        return _StartingStep(self.step.with_stand_ins(made), assumed)
-
 
 def _with_gradients(
     step: Step, parallel: DistributedDataParallel | None, accumulates: bool
@@ -272,9 +270,9 @@ def _plan(
         stand_ins(parallel) as replaced,
         torch.enable_grad(),
         progress("plan", 3, goal.progress) as tell,
+        running_all(step.with_stand_ins(replaced), names) as step,
     ):
-        start = start.with_stand_ins(replaced)
-        step = start.step
+        start = _StartingStep(step, {replaced.get(x, x) for x in start.assumed})
         tell("running the model")
         if goal.has_default_units:
             names = default_units(step, names)

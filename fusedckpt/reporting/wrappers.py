@@ -16,13 +16,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd.private_sharding import fsdp_lazy_state
 from fusedckpt.memory import nbytes_of
 
-StandIns = dict[nn.Parameter, nn.Parameter]
+# by parameter, the one in its place
+StandIns = dict[Tensor, Tensor]
 
 
 def inside_of(model: Any) -> tuple[Any, DistributedDataParallel | None]:
