@@ -68,7 +68,10 @@ def next_power_of_2(n: int) -> int:
 # an op passes every tensor through one of these four functions; they copy where no view will do
 def as_matrix(x: Tensor, num_dims: int = 1) -> Tensor:
     """Return x as [M, N] with adjacent columns, N the product of its last `num_dims` dimensions."""
-    if x.dim() != 2 or num_dims != 1:
+    dims = x.dim()
+    if dims > 2 and num_dims == 1:
+        x = x.flatten(0, -2)
+    elif dims != 2 or num_dims != 1:
         x = x.reshape(math.prod(x.shape[:-num_dims]), math.prod(x.shape[-num_dims:]))
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
