@@ -32,7 +32,10 @@ ALLOWED = {
         "reporting",
     },
     "__main__": {"reporting"},
-    "integrations": {"autograd", "blocks", "checkpointing", "fusing", "reporting", "planning"},
+    "integrations": {
+        *("kernels", "autograd", "blocks", "layers", "checkpointing", "fusing", "reporting"),
+        "planning",
+    },
 }
 
 

@@ -22,6 +22,7 @@ from tests.kernels.compile_only import CHIPS
 from tests.ptx.table import ARCHS
 
 ROOT = Path(__file__).parents[1]
+INTEGRATIONS = "fusedckpt/integrations/README.md"
 # rows of the first table of results, by their names in the committed results
 STACK = {
     "eager": "eager",
@@ -328,7 +329,7 @@ def test_code_of_micro_batches_in_a_plan():
 
 def test_code_of_integrations():
     pytest.importorskip("transformers")
-    code = blocks("fusedckpt/fusing/README.md", "python")[0]
+    code = blocks(INTEGRATIONS, "python")[0]
     seen = []
 
     class Trainer:
@@ -376,9 +377,12 @@ RUN_IN = {
     ("README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
     ("bench/README.md", "def small():"): "test_readme.py",
     ("fusedckpt/checkpointing/README.md", "RecomputingStage"): "models/test_slow_link.py",
-    ("fusedckpt/fusing/README.md", "use_checkpoint"): "test_readme.py",
-    ("fusedckpt/fusing/README.md", "def fused_experts"): "models/test_expert_parallel.py",
-    ("fusedckpt/fusing/README.md", "FusedExperts"): "integrations/test_torchtitan_experts.py",
+    (INTEGRATIONS, "use_checkpoint"): "test_readme.py",
+    (
+        INTEGRATIONS,
+        "register_experts()",
+    ): "integrations/test_register_experts.py",
+    (INTEGRATIONS, "FusedExperts"): "integrations/test_torchtitan_experts.py",
     ("fusedckpt/layers/README.md", "parallelize_module"): "test_readme.py",
     ("fusedckpt/layers/README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
     ("fusedckpt/planning/README.md", 'plan.save("plan.json")'): "test_readme.py",

@@ -54,7 +54,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
     if num_arguments not in (1, 3):
         return NotFused("signature")
     is_transposed = _are_transposed(module)
-    gating = _gating_of(module)
+    gating = gating_of(module)
     if is_transposed is None or gating is None:
         return NotFused("shapes" if is_transposed is None else "gating")
     name = gating if isinstance(gating, str) else "clamped SwiGLU"
@@ -109,7 +109,7 @@ def _guards_of(module: nn.Module) -> tuple[Guard, ...]:
     return (Guard((), None, None, reads), *children)
 
 
-def _gating_of(module: Any) -> Gating | None:
+def gating_of(module: Any) -> Gating | None:
     """Return the gating with the values of the module's own, None if none has them."""
     # beyond every limit
     far = max([30.0, *(2 * number for number in _numbers(module))])

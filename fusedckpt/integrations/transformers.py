@@ -1,9 +1,11 @@
-"""transformers: a callback for its Trainer, and our checkpoint under its gradient checkpointing."""
+"""transformers: a callback for its Trainer, our checkpoint under its gradient checkpointing, and
+our experts as one of its implementations."""
 
 from __future__ import annotations
 
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,16 +15,20 @@ import torch.utils.checkpoint as stock
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fusedckpt.autograd import arguments, dispatch, private, private_sharding
+from fusedckpt.autograd import arguments, dispatch, levels, private, private_sharding
 from fusedckpt.autograd.phases import default_stock
+from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse
+from fusedckpt.fusing.match_experts import gating_of, has_experts_parameters
 from fusedckpt.fusing.swap import MARK
 from fusedckpt.integrations.first_batch import at_first_batch
+from fusedckpt.kernels.gating import Gating
+from fusedckpt.layers.experts import experts
 
-__all__ = ["FuseCallback", "use_checkpoint"]
+__all__ = ["FuseCallback", "register_experts", "use_checkpoint"]
 
 _REENTRANT = (
     "fusedckpt.checkpoint has no use_reentrant=True: pass "
@@ -308,3 +314,82 @@ def _calls_checkpoint(function: Any) -> str:
 
 def _is_reentrant(function: partial[Any]) -> bool:
     return bool(function.keywords.get("use_reentrant"))
+
+
+def register_experts(
+    name: str = "fusedckpt", *, save: str | None = None, chunks: int | None = None
+) -> None:
+    """Register `fusedckpt.functional.experts` as an implementation of transformers' experts.
+
+        register_experts()
+        model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="fusedckpt")
+
+    It is for expert parallelism, which transformers sets up while it loads a model: elsewhere
+    `fuse(model)` swaps experts, and compares them first. A layer saves its input, the routing and
+    its scores for backward.
+
+    Args:
+        name: the name of the implementation; one of this name is replaced.
+        save, chunks: those of `fusedckpt.functional.experts`.
+
+    Raises:
+        TypeError, ValueError: `name` is not a string that is not empty, or an option is invalid. In
+            a forward: the experts do not have the weights `gate_up_proj` and `down_proj`, or gate
+            them in a way that is not known.
+    """
+    if not isinstance(name, str):
+        arguments.wrong_type("register_experts", "name", "a string", name)
+    if not name:
+        raise ValueError("register_experts: expected a name, got an empty string")
+    if save is not None:
+        levels.check("register_experts", save, LEVELS)
+    if chunks is not None:
+        arguments.integer("register_experts", "chunks", chunks, 1)
+    # older releases of transformers do not have it
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415
+
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(_run_experts, save=save, chunks=chunks))
+
+
+# how each module of experts gates: it depends on its class and on its numbers
+_GATINGS: weakref.WeakKeyDictionary[nn.Module, Gating] = weakref.WeakKeyDictionary()
+
+
+def _run_experts(
+    module: Any,
+    x: torch.Tensor,
+    index: torch.Tensor,
+    scores: torch.Tensor,
+    save: str | None,
+    chunks: int | None,
+) -> torch.Tensor:
+    """Run transformers' experts: x [T, D], index and scores [T, K]."""
+    if module not in _GATINGS:
+        _GATINGS[module] = _gating(module)
+    has_bias = module.has_bias
+    return experts(
+        x,
+        index,
+        scores,
+        module.gate_up_proj,
+        module.down_proj,
+        activation=_GATINGS[module],
+        gate_up_bias=module.gate_up_proj_bias if has_bias else None,
+        down_bias=module.down_proj_bias if has_bias else None,
+        is_transposed=module.is_transposed,
+        save=save,
+        chunks=chunks,
+    )
+
+
+def _gating(module: nn.Module) -> Gating:
+    """Return how transformers' experts gate; raise where ours do not compute the same."""
+    is_gated = has_experts_parameters(module) and getattr(module, "has_gate", True)
+    gating = gating_of(module) if is_gated else None
+    if gating is None or getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            "register_experts: expected experts with gate_up_proj [E, 2 F, D] and down_proj, a "
+            f"known activation and no norm after them, got {type(module).__name__}: load the "
+            'model with experts_implementation="grouped_mm"'
+        )
+    return gating

@@ -1,9 +1,9 @@
-"""The recipes of the page on `fuse`, as they stand there."""
+"""The recipes of the page on integrations, as they stand there."""
 
 import re
 from pathlib import Path
 
-PAGE = Path(__file__).parents[2] / "fusedckpt/fusing/README.md"
+PAGE = Path(__file__).parents[2] / "fusedckpt/integrations/README.md"
 
 
 def recipe(mark: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +11,8 @@ import torch
 from support import run_ranks
 from test_tp_plan import step
 
+from fusedckpt.integrations.transformers import register_experts
+
 LAYERS, D, F, TOP_K = 1, 32, 48, 2
 
 
@@ -19,11 +20,7 @@ def main(folder: Path, rank: int) -> None:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
     from transformers.distributed import DistributedConfig
 
-    # the recipe as it stands on the page, but for the model that it loads
-    page = Path(__file__).parents[2] / "fusedckpt/fusing/README.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-    (recipe,) = [block for block in blocks if "ALL_EXPERTS_FUNCTIONS" in block]
-    exec(recipe.partition("model = ")[0], {})
+    register_experts()
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank))
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
