@@ -38,10 +38,13 @@ _OVERHEAD_MS = 1.0
 
 
 class MeasuredChain(NamedTuple):
-    """The chain; the times of a step that saves everything, None where that may not fit."""
+    """The chain of units, and its steps."""
 
     chain: Chain
+    # the times of a step that saves everything, None where that may not fit
     plain: Times | None
+    # a step without a plan
+    step: Step
 
 
 def measure_chain(
@@ -62,6 +65,7 @@ def measure_chain(
     key = step_kind(step), tuple(unit.name for unit in units), levels
     plain, times = once(key, costs.times)
     peaks = baseline.peaks
+    kept = meter.step.kept_bytes
     chain = Chain(
         tuple(costs.unit(i, freed[i], times[i]) for i in range(len(units))),
         resident_bytes=baseline.live["begin"],
@@ -69,12 +73,12 @@ def measure_chain(
         peak_after=max(peaks["optimizer"], peaks["end"]),
         # only a CPU's random states are in its own memory
         random_state_bytes=rng.CPU.read().nbytes if step.device.type == "cpu" else 0,
-        saved_behind=max(0, baseline.live["backward"] - baseline.live["returned"]),
+        saved_behind=max(0, baseline.live["backward"] + kept - baseline.live["returned"]),
         casts_outlive_model=costs.casts_outlive_model,
         to_host=rates.to_host,
         to_device=rates.to_device,
     )
-    return MeasuredChain(chain, plain)
+    return MeasuredChain(chain, plain, meter.step)
 
 
 class _UnitTimes(NamedTuple):

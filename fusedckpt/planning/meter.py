@@ -37,7 +37,7 @@ from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import Lifetimes
 from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
 from fusedckpt.planning.trimming import trimmers_of
-from fusedckpt.planning.whole_steps import Times, times_of
+from fusedckpt.planning.whole_steps import Leftover, Times, times_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
@@ -51,10 +51,10 @@ Roles = Sequence[Sequence[Role]]
 class Reading:
     """A step's phases by unit: peaks, live bytes at its markers, and ms.
 
-    lifetimes: of the tensors that units get and make in it.
+    lifetimes: of the tensors that units get and make in it. leftover: what it leaves.
     """
 
-    def __init__(self, phases: Sequence[Phase], lifetimes: Lifetimes):
+    def __init__(self, phases: Sequence[Phase], lifetimes: Lifetimes, leftover: Leftover):
         self._late_bytes = lifetimes.late_bytes()
         # by unit, the bytes of each argument that requires grad
         self.inputs = lifetimes.inputs
@@ -73,6 +73,8 @@ class Reading:
             where = where if phase.name in _INSIDE else phase.name
             self.peaks[where] = max(self.peaks[where], phase.peak)
             self._ms[where] += phase.ms  # type: ignore[assignment]  # counts may be floats
+        # the bytes that it leaves for the next step
+        self.kept_bytes = leftover.nbytes(self.live)
 
     def peak(self, kind: str, i: int) -> int:
         """Return the peak of a unit's phase; without that phase, the live bytes of then."""
@@ -184,12 +186,17 @@ class Meter:
     """Runs steps of a model with its units in roles."""
 
     def __init__(self, step: Step, units: Sequence[SurveyedUnit]):
-        self._step = step
+        # its `kept_bytes` are those of the baseline, once that is read
+        self.step = step
         self._units = units
 
     def baseline(self) -> Reading:
         """Read a step in which every unit is in a checkpoint of its own, unless none may."""
-        return self._read(self._baseline_roles())
+        reading = self._read(self._baseline_roles())
+        if reading.kept_bytes > self.step.kept_bytes:
+            self.step = self.step._replace(kept_bytes=reading.kept_bytes)
+            reading = self._read(self._baseline_roles())
+        return reading
 
     def at_levels(self, levels: Sequence[str], group: Sequence[int]) -> Reading:
         """Read a step in which each unit of a group saves a level, and others as the baseline."""
@@ -217,8 +224,9 @@ class Meter:
 
     def _read(self, roles: Roles) -> Reading:
         """Run a step and read its phases."""
-        step, held = self._step.fresh()
+        step, held = self.step.fresh()
         lifetimes = Lifetimes(len(self._units))
+        leftover = Leftover(step, held)
 
         def run(mark: Mark) -> None:
             def loss(output: Any) -> Any:
@@ -231,18 +239,18 @@ class Meter:
 
             marker = _Marker(mark, lifetimes)
             with self._marked(roles, marker):
-                step._replace(loss=loss).take(mark, held)
+                step._replace(loss=loss).take(mark, held, see_results=leftover.see_results)
 
         phases = phases_of(run, held[0].device, step.resident(held))
-        return Reading(phases, lifetimes)
+        return Reading(phases, lifetimes, leftover)
 
     def times(self, roles: Roles) -> tuple[Times, list[float]]:
         """Return the times of a step, and the ms of each unit's forward in it."""
-        device = self._step.device
+        device = self.step.device
         marked = dict[str, float]()
         marker = _Marker(lambda name: marked.update({name: seconds(device)}), Lifetimes(len(roles)))
         with self._marked(roles, marker):
-            times = times_of(self._step)
+            times = times_of(self.step)
         units = range(len(roles))
         spans = (marked.get(f"leave {i}", 0.0) - marked.get(f"enter {i}", 0.0) for i in units)
         return times, [1e3 * span for span in spans]
@@ -269,7 +277,7 @@ class Meter:
         for i, unit in enumerate(self._units):
             _, first = unit.members[0]
             roles[first] = partial(noting, i, roles[first])
-        step, _ = self._step.fresh()
+        step, _ = self.step.fresh()
         with assigned(roles):
             output = step.model(*step.args, **step.kwargs)
         freed = [

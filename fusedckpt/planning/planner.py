@@ -76,7 +76,8 @@ def plan(
     pass zero_grad="backward": the gradients of the step before live through the forward. With
     `accumulate` it begins with all of them, outside of any bucket, as
     under `no_sync()`. The output of the step before is counted until the model returns again, as in
-    `output = model(x)`.
+    `output = model(x)`; so are tensors that live on in its graph (attributes of `ctx`), or in
+    attributes of modules, until the loss is computed.
 
     A unit that modifies its arguments in place is left unchanged. A unit is never recomputed if its
     forward is not the same twice from the same arguments and random states (torch's, Python's and
@@ -289,7 +290,6 @@ def _plan(
         measurement = measure_chain(step, surveyed.units, policy == "speed", rates)
         tell("trying plans")
         trials = Trials(
-            step,
             measurement,
             title=policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}",
             limit=None if limit is None else limit + bytes_outside_budget,

@@ -132,7 +132,7 @@ def _extreme(step: Step, number: float) -> _Draw:
         before()
         random.setstate((3, (*[word] * _WORDS, 0), None))
         words = np.full(_WORDS, word, dtype=np.uint32)
-        np.random.set_state(("MT19937", words, 0))
+        np.random.set_state(("MT19937", words, 0, 0, 0.0))
 
     before = step.reseed or rng.RandomStates(rng.everywhere()).restore
     return _Draw(step._replace(reseed=partial(reseed, before)), _Constant(number))

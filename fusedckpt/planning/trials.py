@@ -53,9 +53,7 @@ class StepPair(NamedTuple):
 class Trials:
     """Steps of a measured model under plans."""
 
-    # a step of the model without a plan
-    step: Step
-    # the model's chain, and the times of that step
+    # the model's chain, and a step without a plan
     measured: MeasuredChain
     # the policy, as the plan prints it
     title: str
@@ -70,6 +68,11 @@ class Trials:
     def chain(self) -> Chain:
         """The units."""
         return self.measured.chain
+
+    @property
+    def step(self) -> Step:
+        """A step of the model without a plan."""
+        return self.measured.step
 
     def _plan(self, outcome: Outcome) -> Plan:
         model = self.step.model

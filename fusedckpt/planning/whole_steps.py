@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from fusedckpt.memory import phases_of, seconds
+from fusedckpt.memory import nbytes_of, phases_of, seconds
 from fusedckpt.reporting.step import Step
 
 T = TypeVar("T")
@@ -36,9 +37,42 @@ def times_of(step: Step) -> Times:
 
 def peak_of(step: Step) -> int:
     """Run a step and return its peak, in bytes."""
-    step, held = step.fresh()
-    phases = phases_of(partial(step.take, held=held), held[0].device, step.resident(held))
+    run, held = step.fresh()
+    leftover = Leftover(run, held)
+    take = partial(run.take, held=held, see_results=leftover.see_results)
+    phases = phases_of(take, held[0].device, run.resident(held))
+    kept = leftover.nbytes({phase.name: phase.start for phase in phases})
+    if kept > step.kept_bytes:
+        # an earlier step left less, or other units saved
+        return peak_of(step._replace(kept_bytes=kept))
     return max(phase.peak for phase in phases)
+
+
+class Leftover:
+    """The bytes that a step leaves for the next one, beside its gradients and its output.
+
+    In a loop with `output = model(x)` these are attributes that autograd Functions set on `ctx`,
+    which live as long as the graph of output or loss, and tensors in attributes of modules. All
+    count until the next loss is computed, at most too long.
+    """
+
+    def __init__(self, step: Step, held: list[Tensor]):
+        self._step = step
+        self._held = held
+        self._gradient_bytes = nbytes_of(step.gradients.values())
+        self._result_bytes = 0
+
+    def see_results(self, tensors: list[Tensor]) -> None:
+        """Note the bytes of the output and the loss."""
+        new = nbytes_of([*tensors, *self._held]) - nbytes_of(self._held)
+        self._result_bytes = max(self._step.output_bytes, new)
+
+    def nbytes(self, live: Mapping[str, int]) -> int:
+        """Return these bytes, once the step was run; live: by marker."""
+        leaves = [*self._step.parameters(), *self._step.inputs()]
+        gradients = nbytes_of(x.grad for x in leaves if x.grad is not None)
+        known = gradients - self._gradient_bytes + self._result_bytes
+        return max(0, live["end"] - live["begin"] - known)
 
 
 # measurements, by all that they depend on

@@ -37,6 +37,8 @@ class Step(NamedTuple):
     bytes_beside: int = 0
     # bytes of the output of the step before, which lives until the model returns the next one
     output_bytes: int = 0
+    # bytes that the step before leaves beside, which live until this one's loss is computed
+    kept_bytes: int = 0
     # whether the optimizers step after it
     is_last: bool = True
     # the public function that takes it
@@ -61,11 +63,13 @@ class Step(NamedTuple):
         mark("forward")
         with forward_context or nullcontext():
             last_output = held[0].new_empty(self.output_bytes, dtype=torch.uint8)
+            kept = held[0].new_empty(self.kept_bytes, dtype=torch.uint8)
             for parameter in self.stale:
                 parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
             del last_output
             loss = self.checked_loss(output)
+            del kept
         see_results([*tensors_of([output]), loss])
         # as where autocast ends before backward
         torch.clear_autocast_cache()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import cycle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -121,13 +122,15 @@ def test_a_step_that_may_not_fit_is_not_run_for_the_claim(monkeypatch):
 def test_a_reading_of_units_that_were_not_called():
     names = ["begin", "forward", "enter 1", "leave 1", "returned", "backward", "back 1", "end"]
     phases = [Phase(name, 10 * i, 10 * i + 5, 1.0) for i, name in enumerate(names)]
-    held = SimpleNamespace(
+    held: Any = SimpleNamespace(
         late_bytes=lambda: [0, 0, 0],
         inputs=[],
         saved_inputs=lambda: [],
         saved_constants=[],
     )
-    reading = Reading(phases, held)
+    leftover: Any = SimpleNamespace(nbytes=lambda live: live["end"])
+    reading = Reading(phases, held, leftover)
+    assert reading.kept_bytes == 70
     assert [reading.live_at_begin(i) for i in range(3)] == [20, 20, 40]
     assert (reading.peak("enter", 0), reading.peak("back", 0)) == (20, 0)
     # what comes behind the last unit is one phase
