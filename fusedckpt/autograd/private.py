@@ -96,6 +96,8 @@ def ends_backward() -> bool:
     return _queue is not None and _exec_group() is None and _task_id() != -1
 
 
+# the CUDA graph that is captured, from torch 2.14 on. Before, no random state can be read meanwhile
+captured_graph: Callable[[], Any] = _probe("cuda.CUDAGraph.get_currently_capturing_graph", _none)
 # asserts a flag on its device. Without it nothing is asserted where a CUDA graph is captured, and
 # torch.compile's code of experts does not refuse a negative index, which adds nothing
 assert_later: Callable[[Tensor, str], None] = _probe("_assert_async", _none)

@@ -110,6 +110,7 @@ class Segment(Trace, CheckpointPhase):
             ):
                 output = call.fn(*args, **kwargs)
                 self.is_complete = True
+            call.surroundings.end()
         finally:
             self._arguments = {}
             self.enclosing = None

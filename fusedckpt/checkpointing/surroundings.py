@@ -35,18 +35,41 @@ class Surroundings:
         if torch_rng:
             generators.append(rng.CPU)
             for device in devices:
-                _check_capture(device)
                 generators += rng.of_device(device)
         else:
             generators = []
         if python_rng:
             generators += rng.PYTHON
-        self._random_states = rng.RandomStates(generators)
+        gpus = [device for device in devices if device.type == "cuda"] if torch_rng else []
+        is_captured = bool(gpus) and torch.cuda.is_current_stream_capturing()
+        self._random_states = _states_of(generators, is_captured)
+        # while a CUDA graph is captured: that graph, and by GPU the position in its random numbers
+        self._graph = private.captured_graph() if is_captured else None
+        self._positions = {x: rng.position_on(x) for x in gpus} if is_captured else {}
+        self._has_drawn = False
         self._kinds = ["cpu"]
         for device in devices:
             if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
                 self._kinds.append(device.type)
         self._settings = _settings_of(self._kinds)
+
+    def end(self) -> None:
+        """Note, while a CUDA graph is captured, whether the call drew random numbers."""
+        if self._positions:
+            now = {device: rng.position_on(device) for device in self._positions}
+            self._has_drawn = now != self._positions
+
+    def _check_graph(self) -> None:
+        """Raise where another graph is captured than that of the call, which drew numbers."""
+        if not self._has_drawn:
+            return
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if not is_captured or private.captured_graph() is not self._graph:
+            raise RuntimeError(
+                "checkpoint: the forward drew random numbers in another CUDA graph than this "
+                "backward, whose recompute would draw others. torch.cuda.make_graphed_callables "
+                "captures two graphs: capture the whole step in one torch.cuda.graph"
+            )
 
     def random_states(self) -> rng.RandomStates:
         """Return the states of the generators now."""
@@ -61,6 +84,7 @@ class Surroundings:
                 stack.enter_context(private.outside_vmap())
             # and that of is_grads_batched, which no stack tells of
             stack.enter_context(private.outside_legacy_vmap())
+            self._check_graph()
             stack.enter_context(self._random_states.restored())
             try:
                 if (now := _settings_of(self._kinds)) != self._settings:
@@ -101,9 +125,15 @@ def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, 
     return settings
 
 
-def _check_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+def _states_of(generators: list[rng.GeneratorCalls], is_captured: bool) -> rng.RandomStates:
+    """Return the states of generators; while a CUDA graph is captured, those within the graph."""
+    try:
+        return rng.RandomStates(generators)
+    except RuntimeError as error:
+        if not is_captured:
+            raise
         raise RuntimeError(
-            "checkpoint: the state of a random number generator cannot be read while a CUDA graph "
-            "is captured: pass preserve_rng_state=False"
-        )
+            "the state of a random number generator cannot be read while a CUDA graph is captured "
+            "with this version of torch; torch 2.14 can. fusedckpt.checkpoint takes "
+            "preserve_rng_state=False for functions that draw no random numbers"
+        ) from error

@@ -90,6 +90,13 @@ def of_device(device: torch.device) -> list[GeneratorCalls]:
     return [GeneratorCalls(read, partial(module.set_rng_state, **where))]
 
 
+def position_on(device: torch.device) -> int:
+    """Return how far a GPU's generator is in the numbers of its seed, or in those of a graph."""
+    ((read, _),) = of_device(device)
+    _, position = read().numpy().view(np.int64)
+    return int(position)
+
+
 def of_object(value: Any) -> GeneratorCalls | None:
     """Return the generator that an object is, None for other objects."""
     if isinstance(value, torch.Generator):

@@ -19,7 +19,10 @@ from fusedckpt.fusing import op_recorder
 GROUPS = 7
 PACKAGE = Path(fusedckpt.__file__).parent
 # not before torch 2.14; not in torch 2.11, or not in each later one
-NEW = {"utils.checkpoint._current_user_saved_tensors_hooks"}
+NEW = {
+    "utils.checkpoint._current_user_saved_tensors_hooks",
+    "cuda.CUDAGraph.get_currently_capturing_graph",
+}
 OPTIONAL = {"_C._autograd._make_saved_tensor", "_C._get_graph_exec_group"}
 
 
@@ -120,7 +123,7 @@ PUBLIC = {
 # of Python, and of other libraries, each beside a probe of its own
 FOREIGN = {
     *("_getframe", "_gradient_checkpointing_func", "_attn_implementation"),
-    *("_experts_implementation", "_apply_gate"),
+    *("_experts_implementation", "_apply_gate", "_bit_generator"),
 }
 
 
