@@ -143,6 +143,8 @@ def are_plain(*values: Any) -> bool:
 
     A value that is no tensor passes: it is refused by name later.
     """
+    if private.num_function_modes() and tracker.sees_alone():
+        return tracker.outside_mode(are_plain, *values)
     for value in values:  # a generator costs more
         if isinstance(value, Tensor):
             kind = type(value)

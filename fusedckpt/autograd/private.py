@@ -111,6 +111,9 @@ num_function_modes: Callable[[], int] = _probe("_C._len_torch_function_stack", _
 function_modes: Callable[[], list[Any]] = _probe("overrides._get_current_function_mode_stack", list)
 function_mode: Callable[[], Any] = _probe("overrides._get_current_function_mode", _none)
 without_function_mode: Any = _probe("overrides._pop_mode_temporarily", nullcontext)
+# removes the innermost one and adds it again. Without them it sees what code of ours reads, too
+pop_function_mode: Callable[[], Any] = _probe("_C._pop_torch_function_stack", _none)
+push_function_mode: Callable[[Any], None] = _probe("_C._push_on_torch_function_stack", _none)
 is_profiled: Callable[[], bool] = _probe("autograd._profiler_enabled", _true)
 are_transforms_active: Callable[[], bool] = _probe("_C._are_functorch_transforms_active", _true)
 is_any_autocast_on: Callable[[], bool] = _probe("_C._is_any_autocast_enabled", _true)

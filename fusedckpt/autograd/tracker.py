@@ -23,7 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.index import Known, known_of, put, take_back
-from fusedckpt.autograd.private import KNOWN_PACKAGES, function_modes, num_function_modes
+from fusedckpt.autograd.private import (
+    KNOWN_PACKAGES,
+    function_modes,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View, view_in
 
 # the longest chain of functions that backward runs again
@@ -324,6 +330,28 @@ def tracking(tracker: Tracker | None) -> Iterator[None]:
         _active.reset(token)
         if tracker is not None:
             tracker.end()
+
+
+def sees_alone() -> bool:
+    """Whether a tracker's function mode is the only one here.
+
+    Callers ask for the number of modes first, which takes no call of Python's.
+    """
+    is_alone = num_function_modes() == 1 and active() is not None
+    return is_alone and not torch.compiler.is_compiling()
+
+
+def outside_mode(run: Callable[..., Any], *args: Any) -> Any:
+    """Return run(*args), which calls no function of the model, outside of a tracker's mode.
+
+    The mode would be called for each attribute of a tensor that code of ours reads.
+    """
+    mode = pop_function_mode()
+    try:
+        return run(*args)
+    finally:
+        if mode is not None:
+            push_function_mode(mode)
 
 
 def num_other_modes() -> int:

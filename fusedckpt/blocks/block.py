@@ -165,6 +165,8 @@ def run_linears(
 
     between: the tensors between x and the linears: a norm's, a head's target, experts' routing.
     """
+    if private.num_function_modes() and tracker.sees_alone():
+        return tracker.outside_mode(run_linears, layer, x, between, linears)
     if eager.forced.is_on:
         return layer.reference(x, between, linears)
     if torch.compiler.is_compiling() and not dispatch.is_recorded(x):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch
+from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.blocks import reader
 from fusedckpt.fusing.match_reader import Guard, Reader
 from fusedckpt.fusing.swapped import Swapped
@@ -54,6 +54,8 @@ class FusedNorm(Swapped):
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:
         match = self._fusedckpt_match
+        if private.num_function_modes() and not match.casts_back and tracker.sees_alone():
+            return tracker.outside_mode(self._fused, x)
         weight = None if match.weight is None else self._parameters.get(match.weight)
         bias = None if match.bias is None else self._parameters.get(match.bias)
         if dispatch.are_plain(x, weight, bias):

@@ -22,18 +22,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, recipes
+from fusedckpt.autograd import dispatch, index, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
-from fusedckpt.autograd.phases import with_own_hooks
+from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
-from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, active
+from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, active, outside_mode, sees_alone
 from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.subclass import refuse_script
+
+# in place of a result: the layer's own forward runs
+_OWN = object()
 
 
 def shared_view_of(x: Any, *makers: str) -> View | None:
     """Return how to read a result of a fused norm, or of other makers; None for other tensors."""
+    if private.num_function_modes() and sees_alone():
+        return outside_mode(shared_view_of, x, *makers)
     return None if torch.compiler.is_compiling() else index.view_of(x, NORM, *makers)
 
 
@@ -41,6 +46,9 @@ def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
     """Return run(), which saves its argument x; the recipe of x is saved instead, if it has one."""
     if torch.compiler.is_compiling():
         return run()
+    if private.num_function_modes() and sees_alone():
+        # functions in a checkpoint run as they are
+        return outside_mode(saving_recipe_of, x, run)
     tracker = active()
     view = index.view_of(x, NORM)
     if view is None and tracker is not None:
@@ -70,11 +78,29 @@ class Shared(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward; save the recipe of the input, if that is known."""
         forward = super().forward
-        if len(args) == 1 and not kwargs:
-            view = shared_view_of(args[0], *self._fusedckpt_reads)
-            if view is not None and not dispatch.is_recorded(args[0]):
-                return self._with_recipe(args[0], view, forward)
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            (x,) = args
+            hooks = private.top_hooks()
+            # where hooks take saved tensors, as in a checkpoint, no recipe is saved
+            if hooks is None or only_count(hooks):
+                if private.num_function_modes() and sees_alone():
+                    y = outside_mode(self._shared, x, forward, True)
+                else:
+                    y = self._shared(x, forward)
+                if y is not _OWN:
+                    return y
         return forward(*args, **kwargs)
+
+    def _shared(self, x: Any, forward: Callable[..., Tensor], is_followed: bool = False) -> Any:
+        """Return forward(x), which saves a recipe of x, `_OWN` where that is not known.
+
+        is_followed: outside of the mode of a forward whose functions save recipes, which the layer
+        then calls itself. That saves those of a linear whose input is not contiguous.
+        """
+        view = index.view_of(x, NORM, *self._fusedckpt_reads)
+        if view is None or dispatch.is_recorded(x) or (is_followed and not x.is_contiguous()):
+            return _OWN
+        return self._with_recipe(x, view, forward)
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         raise NotImplementedError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import arguments, dispatch
+from fusedckpt.autograd import arguments, dispatch, private, tracker
 from fusedckpt.blocks import compiled, eager, reader, validate
 from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.operands import NormSpec
@@ -24,6 +24,8 @@ Shape = int | Sequence[int]
 
 def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
     """Run the Function for a call, or its eager reference."""
+    if private.num_function_modes() and tracker.sees_alone():
+        return tracker.outside_mode(_run, options, x, residual, weight, bias)
     shape = options.normalized_shape
     call = None
     phase = None
@@ -56,6 +58,8 @@ def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
+    if private.num_function_modes() and tracker.sees_alone():
+        return tracker.outside_mode(_called, norm, options, x, weight, bias)
     call, phase, runs_own_forward = dispatch.decide(options, x, None, weight, bias)
     if call is not None:
         y = apply(call, phase, x, weight, bias)

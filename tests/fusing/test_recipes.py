@@ -313,3 +313,36 @@ def test_python_work_of_a_function():
     assert calls(lambda: F.gelu(x), large) <= 27
     # torch has 22 of these
     assert calls(lambda: F.layer_norm(x, (D,), weight, bias), large) <= 57
+
+
+class Fused(nn.Module):
+    """A residual MLP and a linear behind norms; all but the two sums run fused."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(D), nn.LayerNorm(D)
+        self.linear = nn.Linear(D, D)
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x):
+        x = x + self.linear(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def test_the_mode_sees_functions_of_the_model(monkeypatch):
+    """Each attribute that code of ours reads from a tensor would call it, too."""
+    model = Fused()
+    fusedckpt.fuse(model, recipes=True)
+    x = tokens().requires_grad_() * 1
+    model(x)
+    seen = []
+    plain = recipe_mode.RecipeMode.__torch_function__
+
+    def noted(self, func, *args):
+        seen.append(func)
+        return plain(self, func, *args)
+
+    monkeypatch.setattr(recipe_mode.RecipeMode, "__torch_function__", noted)
+    model(x)
+    assert seen.count(torch.Tensor.add) == 2
+    assert len(seen) <= 2
