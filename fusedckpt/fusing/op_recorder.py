@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.autograd.private import TorchDispatchMode, pytree, storage_key
-from fusedckpt.autograd.private_ops import is_pointwise, schema_of
+from fusedckpt.autograd.private_ops import is_pointwise, written_by
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.spies import ForwardLog
 
@@ -123,7 +123,7 @@ class OpRecorder(TorchDispatchMode):
             raise self.log.stopped("values")
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise self.log.stopped("random")
-        written = _written(func, args, kwargs)
+        written = written_by(func, args, kwargs)
         for node in map(self.node_of, written):
             if node.kind in ("x", "weight") or node.op in (BUFFER_OP, FOREIGN_OP):
                 raise self.log.stopped("writes", "a tensor that it did not create")
@@ -207,14 +207,6 @@ class OpRecorder(TorchDispatchMode):
 
 def _tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the arguments that an op modifies."""
-    arguments = schema_of(func).arguments
-    by_name = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return [by_name[name] for name in names if isinstance(by_name.get(name), Tensor)]
 
 
 def _weight_view(node: Node, source: Tensor, made: Tensor) -> Node | None:

@@ -45,6 +45,8 @@ class MeasuredChain(NamedTuple):
     plain: Times | None
     # a step without a plan
     step: Step
+    # the units that write the output of a product in place, with policy "speed"
+    writing: Sequence[str]
 
 
 def measure_chain(
@@ -60,7 +62,8 @@ def measure_chain(
     if any(unit.joined for unit in units):
         freed = meter.freed_by_segments(baseline)
     costs = _Costs(meter, units, baseline, step.device)
-    costs.measure(with_products)
+    writing = meter.writing_products() if with_products else []
+    costs.measure([with_products and unit.name not in writing for unit in units])
     levels = tuple(costs.level_names(i) for i in range(len(units)))
     key = step_kind(step), tuple(unit.name for unit in units), levels
     plain, times = once(key, costs.times)
@@ -78,7 +81,7 @@ def measure_chain(
         to_host=rates.to_host,
         to_device=rates.to_device,
     )
-    return MeasuredChain(chain, plain, meter.step)
+    return MeasuredChain(chain, plain, meter.step, writing)
 
 
 class _UnitTimes(NamedTuple):
@@ -129,8 +132,11 @@ class _Costs:
             group.append(i)
         yield group
 
-    def measure(self, with_products: bool) -> None:
-        """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE."""
+    def measure(self, with_products: Sequence[bool]) -> None:
+        """Measure units at the levels that they offer, at PRODUCTS or ATTENTION, and INSIDE.
+
+        with_products: by unit, whether at PRODUCTS.
+        """
         for levels in self._rounds(with_products):
             for group in self._groups:
                 reading = self._meter.at_levels(levels, group)
@@ -144,7 +150,7 @@ class _Costs:
         """Return the levels at which a unit was measured."""
         return tuple(self._readings[i])
 
-    def _rounds(self, with_products: bool) -> list[list[str]]:
+    def _rounds(self, with_products: Sequence[bool]) -> list[list[str]]:
         """Return the steps to measure: in each, a level for every unit."""
         offered = [unit.levels for unit in self._units]
         known = [NO_RECIPES, *reversed(LEVELS)]
@@ -153,7 +159,8 @@ class _Costs:
         if not names or NO_RECIPES in names:
             names.append(PLAIN)
         rounds = [[name if name in levels else levels[0] for levels in offered] for name in names]
-        extra = [self._checkpointed_level(unit, with_products) for unit in self._units]
+        pairs = zip(self._units, with_products, strict=True)
+        extra = [self._checkpointed_level(unit, products) for unit, products in pairs]
         if any(extra):
             # a unit after which another one writes its input is left, too
             is_written = [unit.fixed == WRITES for unit in (*self._units[1:], self._units[0])]

@@ -35,6 +35,7 @@ from fusedckpt.memory import Mark, Phase, nbytes_of, phases_of, seconds, storage
 from fusedckpt.planning.graph import graph_of
 from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import Lifetimes
+from fusedckpt.planning.products import ProductWrites
 from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
 from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.planning.whole_steps import Leftover, Times, times_of
@@ -197,6 +198,19 @@ class Meter:
             self.step = self.step._replace(kept_bytes=reading.kept_bytes)
             reading = self._read(self._baseline_roles())
         return reading
+
+    def writing_products(self) -> list[str]:
+        """Run a forward; return the units that write the output of a product in place."""
+        writes = ProductWrites()
+        roles = [
+            [partial(writes.visit, unit.name, role) for role in unit_roles]
+            for unit, unit_roles in zip(self._units, self._baseline_roles(), strict=True)
+        ]
+        step, _ = self.step.fresh()
+        with assigned(self._by_module(roles)), writes:
+            step.model(*step.args, **step.kwargs)
+        writes.trim()
+        return [unit.name for unit in self._units if unit.name in writes.names]
 
     def at_levels(self, levels: Sequence[str], group: Sequence[int]) -> Reading:
         """Read a step in which each unit of a group saves a level, and others as the baseline."""

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from fusedckpt.planning.chain import Item
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES
+from fusedckpt.planning.products import WRITES_PRODUCT
 from fusedckpt.planning.rewritten import REWRITTEN
 from fusedckpt.planning.roles import PLAIN
 from fusedckpt.planning.rules import by_rule
@@ -90,7 +91,8 @@ def _figures(plan: Plan) -> list[str]:
     }
     lines = [f"  {name:16}{figure}" for name, figure in figures.items() if figure is not None]
     for name, why in plan.left_out.items():
-        lines.append(f"  {'not joined' if why == REWRITTEN else 'not planned':16}{name}: {why}")
+        label = {REWRITTEN: "not joined", WRITES_PRODUCT: "unchanged"}.get(why, "not planned")
+        lines.append(f"  {label:16}{name}: {why}")
     if any(why.startswith(CHANGES) for why in plan.left_out.values()):
         lines.append(f"  {'advice':16}{ADVICE}")
     return lines

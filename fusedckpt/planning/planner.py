@@ -22,6 +22,7 @@ from fusedckpt.planning.budget import Policy, limit_of
 from fusedckpt.planning.measure import measure_chain
 from fusedckpt.planning.offloading import CopyRates, copy_rates
 from fusedckpt.planning.plans import Plan
+from fusedckpt.planning.products import WRITES_PRODUCT
 from fusedckpt.planning.ranks import Group, broadcast, group_of
 from fusedckpt.planning.skipped import running_all
 from fusedckpt.planning.survey import Survey, survey
@@ -101,8 +102,8 @@ def plan(
         policy: "budget"; or, without a budget, "none" (save everything), "all" (checkpoint every
             unit), "sqrt", "uniform:k" (k segments), "memory" (the least measured peak of four
             plans: the predicted best, "all", "sqrt" and "none"), "speed" (save matmul and
-            convolution outputs, in units that save less that way), or a list of modules, or their
-            names, to checkpoint one by one.
+            convolution outputs, in units that save less that way and write none of them), or a list
+            of modules, or their names, to checkpoint one by one.
         units: the modules to plan, or their names. By default the entries of every nn.Sequential,
             nn.ModuleList and nn.ModuleDict; in place of an entry that has repeated blocks inside,
             such as a stage, those blocks, if a forward runs one after the other. Without any
@@ -293,7 +294,7 @@ def _plan(
             measurement,
             title=policy if isinstance(policy, str) else f"checkpoint: {', '.join(names)}",
             limit=None if limit is None else limit + bytes_outside_budget,
-            left_out=surveyed.left_out,
+            left_out=surveyed.left_out | dict.fromkeys(measurement.writing, WRITES_PRODUCT),
             declined=None if goal.rates is None else rates.obstacle,
         )
         if trials.limit is None:

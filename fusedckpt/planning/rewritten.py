@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fusedckpt.autograd.private import TorchDispatchMode
-from fusedckpt.autograd.private_ops import schema_of
+from fusedckpt.autograd.private_ops import schema_of, written_by
 from fusedckpt.checkpointing.determinism import Note, note_of, same_note
 from fusedckpt.memory import storage_ref
 from fusedckpt.planning.roles import assigned, segmented
@@ -65,13 +65,7 @@ class _Boundaries(TorchDispatchMode):
         """Run an op; of one between units, note the memory that it writes."""
         kwargs = kwargs or {}
         if not self._is_inside and schema_of(func).is_mutable:
-            places = enumerate(schema_of(func).arguments)
-            written = [
-                args[i] if i < len(args) else kwargs.get(x.name)
-                for i, x in places
-                if x.alias_info is not None and x.alias_info.is_write
-            ]
-            self._written.update(storage_ref(x) for x in tensors_of(written))
+            self._written.update(map(storage_ref, written_by(func, args, kwargs)))
         return func(*args, **kwargs)
 
     def visit(self, name: str, role: Any, forward: Any, args: Any, kwargs: Any) -> Any:

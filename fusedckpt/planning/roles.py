@@ -19,10 +19,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
@@ -34,6 +31,7 @@ from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.recipe_models import without_recipes
 from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.planning.products import keeps_products
 
 # the attribute of a module with its role
 _ROLE = "_fusedckpt_role"
@@ -169,7 +167,7 @@ class _GatheringForward:
 
 def run_at(level: str) -> Role:
     """Return the role of a unit that saves a level: one of OWN_LEVELS, INSIDE, or LEVELS."""
-    contexts = functools.partial(create_selective_checkpoint_contexts, _keeps_products)
+    contexts = functools.partial(create_selective_checkpoint_contexts, keeps_products)
     checkpointed: dict[str, Role] = {
         PRODUCTS: functools.partial(_recompute, {"context_fn": contexts}),
         ATTENTION: functools.partial(_recompute, {"save_regions": (ATTENTION,)}),
@@ -202,15 +200,6 @@ def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any
     if torch.compiler.is_compiling():
         return checkpoint(functools.partial(forward, **kwargs), *args, **options)
     return ChainedSegment(OPTIONS._replace(**options)).add_call(forward, args, kwargs)
-
-
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")
-
-
-def _keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    library, _, name = op.name().partition("::")
-    is_product = name.split(".")[0] in _PRODUCTS or library == "fusedckpt" or "attention" in name
-    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
