@@ -5,6 +5,7 @@ As in `private`, a name that this torch lacks has a fallback.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,12 @@ READ: Any = getattr(_aten, "_local_scalar_dense", None)
 # the op of grouped GEMMs, whose shapes torch computes for bfloat16 alone
 GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
 
+# where torch has shapes of meta tensors; some depend on a device, which it asks `device_hint` for
+_registrations: Any = sys.modules.get("torch._meta_registrations")
+
+# the op of embedding bags, whose second result has one element more in memory on a CPU
+EMBEDDING_BAG: Any = getattr(_aten, "_embedding_bag", None)
+
 # whether attention on meta tensors saves the tensors of a fused kernel
 HAS_ATTENTION = None not in (_choose, _fused, _formula)
 
@@ -41,6 +48,28 @@ def grouped_mm(
     # groups of columns of x and rows of w make a matrix each, else their rows or columns stay
     groups = () if x.dim() + w.dim() == 5 else (len(x) if offs is None else len(offs),)
     return x.new_empty((*groups, x.shape[-2], w.shape[-1]), dtype=out_dtype or x.dtype)
+
+
+def embedding_bag(*args: Any, **kwargs: Any) -> Any:
+    """Return the results of an embedding bag of meta tensors, as a CPU has them."""
+    output, bags, *others = EMBEDDING_BAG.default(*args, **kwargs)
+    count = len(bags)
+    bags = bags.new_empty(count + 1)[:count] if count else bags
+    return (output, bags, *others)
+
+
+@contextmanager
+def shapes_of_a_cpu() -> Iterator[None]:
+    """Let ops on meta tensors save the tensors that a CPU's do, as embedding_bag's lengths."""
+    hint = getattr(_registrations, "device_hint", None)
+    if hint is None:
+        yield
+        return
+    _registrations.device_hint = lambda tensor: "cpu"
+    try:
+        yield
+    finally:
+        _registrations.device_hint = hint
 
 
 @contextmanager

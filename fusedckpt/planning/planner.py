@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments
 from fusedckpt.memory import nbytes_of
@@ -32,10 +32,10 @@ from fusedckpt.reporting.out_of_memory import note_plan
 from fusedckpt.reporting.progress import progress
 from fusedckpt.reporting.step import (
     Step,
-    check_sparse,
     check_step,
     default_loss,
     optimizers_of,
+    replayable,
 )
 from fusedckpt.reporting.trial import tensors_of, trial
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins
@@ -136,6 +136,7 @@ def plan(
             not call within a minute.
     """
     model, parallel = inside_of(model)
+    args, kwargs = replayable((args, kwargs))
     ranks = group_of(group, None if parallel is None else parallel.process_group)
     rates = list[CopyRates]()
 
@@ -281,7 +282,7 @@ def _plan(
             check_count(policy, names)
         surveyed = survey(step, names)
         step = _surveyed_step(start, surveyed, goal)
-        _make_state(step, surveyed.trained)
+        step.make_state(surveyed.trained)
         step.fresh()
         held = [*step.parameters(), *step.gradients.values(), *step.state()]
         bytes_outside_budget = step.resident(held) if goal.is_of_activations else 0
@@ -315,30 +316,3 @@ def _surveyed_step(start: _StartingStep, surveyed: Survey, goal: _Goal) -> Step:
         stale = tuple(surveyed.trained | gradients.keys())
         gradients = {}
     return start.step._replace(output_bytes=surveyed.output_bytes, gradients=gradients, stale=stale)
-
-
-def _make_state(step: Step, trained: Collection[Tensor]) -> None:
-    """Let the optimizers make their states.
-
-    trained: the parameters of the model that get a gradient. Those of other models, such as a
-    discriminator, get theirs in other steps.
-    """
-    untrained = {*step.model.parameters()} - {*trained}
-    for optimizer in step.optimizers:
-        if optimizer.state:
-            continue
-        for parameter in (x for group in optimizer.param_groups for x in group["params"]):
-            leaf = step.stand_ins.get(parameter, parameter)
-            gradient = step.gradients.get(leaf)
-            if gradient is None and parameter.requires_grad and leaf not in untrained:
-                gradient = _empty_gradient(parameter, isinstance(optimizer, SparseAdam))
-            parameter.grad = gradient
-        check_sparse(step.caller, optimizer)
-        optimizer.step()
-
-
-def _empty_gradient(parameter: Tensor, is_sparse: bool) -> Tensor:
-    if is_sparse:
-        indices = parameter.new_empty((1, 0), dtype=torch.long)
-        return torch.sparse_coo_tensor(indices, parameter.detach()[:0], parameter.shape)
-    return torch.zeros_like(parameter)

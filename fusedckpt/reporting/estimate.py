@@ -19,7 +19,7 @@ from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse
 from fusedckpt.memory import SavedTensors, nbytes_of, saved_tensors
-from fusedckpt.reporting.step import Step, default_loss
+from fusedckpt.reporting.step import Step, default_loss, optimizers_of
 from fusedckpt.reporting.tables import size, table
 from fusedckpt.reporting.without_memory import META, MetaRun, on_meta
 
@@ -122,7 +122,7 @@ def estimate(
             args, kwargs = _resized((args, kwargs), batch, seq)
         else:
             kwargs = _tokens(model, batch, seq)
-    step = _step(model.train(), args, kwargs, kind)
+    step = _step(model.train(), args, kwargs, kind, run)
     name = type(model).__name__
     eager = _estimated(step, run)
     report = fuse(model)
@@ -139,19 +139,19 @@ def estimate(
     )
 
 
-def _step(model: nn.Module, args: Any, kwargs: Any, kind: type[Optimizer]) -> Step:
+def _step(model: nn.Module, args: Any, kwargs: Any, kind: type[Optimizer], run: MetaRun) -> Step:
     """Return a training step with the optimizer's state made."""
     config: Any = getattr(model, "config", None)
     if getattr(config, "use_cache", False):
         # the cache of keys and values is for generation
         config.use_cache = False
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = kind(trained)  # type: ignore[call-arg]
-    for parameter in trained:
-        parameter.grad = torch.empty_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    return Step(model, args, kwargs, default_loss, (optimizer,), caller="estimate")
+    optimizers = optimizers_of("estimate", kind(trained))  # type: ignore[call-arg]
+    step = Step(model, args, kwargs, default_loss, optimizers, caller="estimate")
+    with run, run.reading_numbers():
+        step.make_state(trained)
+    model.zero_grad()
+    return step
 
 
 def _estimated(step: Step, run: MetaRun) -> StepEstimate:
@@ -169,8 +169,10 @@ def _estimated(step: Step, run: MetaRun) -> StepEstimate:
 
     try:
         with on_meta(run), torch.enable_grad():
-            step.take(lambda phase: None, held, forward_context=counted())
+            step.take(run.begin_phase, held, forward_context=counted())
     except Exception as error:  # arbitrary user code
+        if str(error).startswith("estimate: "):
+            raise
         name = type(step.model).__name__
         raise ValueError(
             f"estimate: {name} cannot run without numbers, at {_line(error)}: "

@@ -30,7 +30,7 @@ from fusedckpt.reporting.left_graphs import LeftGraphs
 from fusedckpt.reporting.memory_plot import draw_memory
 from fusedckpt.reporting.memory_text import text_of_report
 from fusedckpt.reporting.recipe_groups import RecipeGroup
-from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of
+from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of, replayable
 from fusedckpt.reporting.timeline import ModuleBlock, Moment, RunningModules, read_timeline
 from fusedckpt.reporting.trial import trial
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins, without_root
@@ -205,6 +205,7 @@ def report(
         RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """
     model, parallel = inside_of(model)
+    args, kwargs = replayable((args, kwargs))
     optimizers = optimizers_of("report", optimizer)
     check_step("report", model, loss, optimizers, inputs=(args, kwargs))
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model

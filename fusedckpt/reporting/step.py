@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import MappingProxyType
+from copy import copy
+from functools import partial
+from itertools import tee
+from types import CellType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
+from fusedckpt.autograd.private import pytree
 from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.trial import aliased, tensors_of
 
@@ -115,7 +119,7 @@ class Step(NamedTuple):
         torch.clear_autocast_cache()
         for parameter in (*self.stand_ins, *self.parameters()):
             parameter.grad = self.gradients.get(parameter)
-        args, kwargs = aliased((self.args, self.kwargs))
+        args, kwargs = aliased(_restarted((self.args, self.kwargs)))
         step = self._replace(args=args, kwargs=kwargs)
         buffers = list(self.model.buffers())
         held = [*self.parameters(), *buffers, *step.inputs(), *self.state()]
@@ -125,6 +129,25 @@ class Step(NamedTuple):
         """Return the step of a model whose parameters were replaced; made: by old ones, new."""
         gradients = {made.get(x, x): gradient for x, gradient in self.gradients.items()}
         return self._replace(stand_ins=made, gradients=gradients)
+
+    def make_state(self, trained: Collection[Tensor]) -> None:
+        """Let the optimizers make their states.
+
+        trained: the parameters of the model that get a gradient. Those of other models, such as a
+        discriminator, get theirs in other steps.
+        """
+        untrained = {*self.model.parameters()} - {*trained}
+        for optimizer in self.optimizers:
+            if optimizer.state:
+                continue
+            for parameter in (x for group in optimizer.param_groups for x in group["params"]):
+                leaf = self.stand_ins.get(parameter, parameter)
+                gradient = self.gradients.get(leaf)
+                if gradient is None and parameter.requires_grad and leaf not in untrained:
+                    gradient = _empty_gradient(parameter, isinstance(optimizer, SparseAdam))
+                parameter.grad = gradient
+            check_sparse(self.caller, optimizer)
+            optimizer.step()
 
     def resident(self, held: list[Tensor]) -> int:
         """Return the bytes of tensors on the first tensor's device, and `bytes_beside`."""
@@ -152,6 +175,46 @@ class Step(NamedTuple):
         parameters = {id(x) for x in (*self.stand_ins, *self.parameters())}
         tensors = {id(x): x for x in _tensors_in(self.optimizers, set())}
         return [x for key, x in tensors.items() if key not in parameters]
+
+
+def replayable(inputs: Any) -> Any:
+    """Return a model's arguments with iterators that every step can read from their first item.
+
+    The caller's iterators advance, by as many items as a step reads.
+    """
+    kept: dict[int, Any] = {}
+
+    def replaced(leaf: Any) -> Any:
+        if not isinstance(leaf, Iterator):
+            return leaf
+        return kept.setdefault(id(leaf), tee(leaf, 1)[0])
+
+    has_iterators = any(isinstance(leaf, Iterator) for leaf in pytree.tree_leaves(inputs))
+    return pytree.tree_map(replaced, inputs) if has_iterators else inputs
+
+
+_Tee: Any = type(tee(())[0])
+
+
+def _restarted(inputs: Any) -> Any:
+    """Return arguments with iterators that are at their first item."""
+    started: dict[int, Any] = {}
+
+    def restarted(leaf: Any) -> Any:
+        if not isinstance(leaf, _Tee):
+            return leaf
+        return started.setdefault(id(leaf), map(aliased, copy(leaf)))
+
+    has_iterators = any(isinstance(leaf, _Tee) for leaf in pytree.tree_leaves(inputs))
+    return pytree.tree_map(restarted, inputs) if has_iterators else inputs
+
+
+def _empty_gradient(parameter: Tensor, is_sparse: bool) -> Tensor:
+    if not is_sparse:
+        return torch.zeros_like(parameter)
+    indices = parameter.new_empty((1, 0), dtype=torch.long)
+    values = parameter.detach()[:0]
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
 def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
@@ -218,6 +281,7 @@ def check_step(
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
         raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
+    _check_hooks(name, model, optimizers)
     if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
             f"{name}: expected a parameter or an input that requires grad, none of the "
@@ -225,9 +289,65 @@ def check_step(
         )
 
 
+def _check_hooks(name: str, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that step in hooks of parameters, unless the caller passes them.
+
+    A step would change parameters that nobody copied.
+    """
+    # by id of a hook, the optimizers that it has
+    known: dict[int, list[Optimizer]] = {}
+    for key, parameter in model.named_parameters():
+        # of torch's own functions for optimizers in backward
+        stepping = [*getattr(parameter, "_in_backward_optimizers", ())]
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            if id(hook) not in known:
+                known[id(hook)] = [*_optimizers_in(hook, 3)]
+            stepping += known[id(hook)]
+        mine = [x for x in stepping if any(parameter is p for p in _parameters_of(x))]
+        if any(x not in optimizers for x in mine):
+            raise ValueError(
+                f"{name}: a hook of {key} steps an optimizer in backward, "
+                f"{type(mine[0]).__name__}, whose parameters and state would change: pass it, or "
+                "all of these as a list, as optimizer="
+            )
+
+
+def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _optimizers_in(value: Any, depth: int) -> Iterator[Optimizer]:
+    """Yield the optimizers that a function names, has in its cells, or among its attributes."""
+    if isinstance(value, Optimizer):
+        yield value
+    elif depth and isinstance(value, partial):
+        yield from _optimizers_in([value.func, *value.args, *value.keywords.values()], depth - 1)
+    elif depth and isinstance(value, MethodType):
+        yield from _optimizers_in([value.__self__, value.__func__], depth)
+    elif depth and isinstance(value, FunctionType):
+        names = [*value.__code__.co_names]
+        places = [value.__globals__[name] for name in names if name in value.__globals__]
+        # a cell without a value has no contents
+        places += [x for cell in value.__closure__ or () for x in _contents_of(cell)]
+        yield from _optimizers_in([*places, *(value.__defaults__ or ())], depth - 1)
+    elif depth and isinstance(value, (Mapping, list, tuple)):
+        values = value.values() if isinstance(value, Mapping) else value
+        for item in values:
+            yield from _optimizers_in(item, depth)
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (type, ModuleType)):
+        yield from _optimizers_in(vars(value), depth - 1)
+
+
+def _contents_of(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
+
+
 def check_sparse(caller: str, optimizer: Optimizer) -> None:
     """Refuse a dense gradient for SparseAdam, with more advice than its own error has."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
+    if isinstance(optimizer, SparseAdam):
         parameters = [x for group in optimizer.param_groups for x in group["params"]]
         dense = [x for x in parameters if x.grad is not None and not x.grad.is_sparse]
         if dense:

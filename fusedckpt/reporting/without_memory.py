@@ -37,7 +37,22 @@ class MetaRun(TorchDispatchMode):
         super().__init__()
         # a meta tensor of integers or booleans -> the same on a CPU
         self._values = WeakTensorKeyDictionary()
+        # whether an unknown number that is read is 1
+        self._reads_numbers = False
         self.begin()
+
+    def begin_phase(self, name: str) -> None:
+        """Begin a phase of a step: in the optimizer's, no number that is read changes a shape."""
+        self._reads_numbers = name == "optimizer"
+
+    @contextmanager
+    def reading_numbers(self) -> Iterator[None]:
+        """Let an optimizer read numbers meanwhile."""
+        self.begin_phase("optimizer")
+        try:
+            yield
+        finally:
+            self.begin_phase("")
 
     def begin(self, resident: Iterable[Tensor] = ()) -> None:
         """Count from now on, above the bytes of tensors that exist."""
@@ -55,6 +70,8 @@ class MetaRun(TorchDispatchMode):
             return func(*args, **kwargs)
         is_known = all(not x.is_meta or x in self._values for x in tensors)
         if private_meta.READ is not None and func is private_meta.READ.default:
+            if not is_known and self._reads_numbers:
+                return 1.0
             if not is_known:
                 raise RuntimeError("the value of an activation is read, and meta tensors have none")
             return func(self._values[args[0]])
@@ -114,6 +131,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     grouped_mm = private_meta.GROUPED_MM
     if grouped_mm is not None and func is grouped_mm.default and args[0].is_meta:
         return private_meta.grouped_mm(*args, **kwargs)
+    embedding_bag = private_meta.EMBEDDING_BAG
+    if embedding_bag is not None and func is embedding_bag.default and args[0].is_meta:
+        return private_meta.embedding_bag(*args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -124,5 +144,5 @@ def _names_meta(kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def on_meta(run: MetaRun) -> Iterator[MetaRun]:
     """Make tensors on the meta device inside, where attention runs as it does on a CPU."""
-    with private_meta.attention_of_a_cpu(), META, run:
+    with private_meta.attention_of_a_cpu(), private_meta.shapes_of_a_cpu(), META, run:
         yield run

@@ -188,3 +188,62 @@ def test_values_are_forgotten_where_numbers_are_written():
         for tensor in (count, view):
             with pytest.raises(RuntimeError, match="meta tensors have none"):
                 tensor.sum().item()
+
+
+class Bags(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.bags = nn.EmbeddingBag(64, DIM, mode=mode)
+        self.out = nn.Linear(DIM, 8)
+
+    def forward(self, indices):
+        return self.out(torch.tanh(self.bags(indices)))
+
+
+@pytest.mark.parametrize("count", [4, 64])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_save_the_bytes_of_a_cpu(mode, count):
+    def make():
+        return Bags(mode), torch.zeros(count, 24, dtype=torch.long)
+
+    made, indices = make()
+    assert estimate(make, batch=count).eager.saved_bytes == (
+        fusedckpt.report(made.to("cpu"), indices.to("cpu")).saved_bytes
+    )
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, DIM, sparse=True)
+
+    def forward(self, indices):
+        return self.embedding(indices).square().mean()
+
+
+@pytest.mark.parametrize("optimizer", ["Adafactor", "ASGD", "NAdam", "SparseAdam"])
+def test_optimizers_that_read_numbers(optimizer):
+    def make():
+        if optimizer == "SparseAdam":
+            return Sparse(), torch.zeros(4, 24, dtype=torch.long)
+        return nn.Sequential(nn.Linear(DIM, 8), nn.Tanh()), torch.randn(4, DIM)
+
+    model, x = make()
+    kind = getattr(torch.optim, optimizer)
+    reported = fusedckpt.report(model, x, optimizer=kind(model.parameters()))
+    estimated = estimate(make, optimizer=optimizer)
+    assert estimated.optimizer_bytes == reported.optimizer_bytes
+    assert estimated.eager.saved_bytes == reported.saved_bytes
+    assert 0.9 * reported.peak_bytes <= estimated.eager.least_peak_bytes <= reported.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ("SparseAdam", "^estimate: SparseAdam takes sparse gradients alone, got a dense one"),
+        ("LBFGS", r"^estimate: expected an optimizer whose step\(\) needs no closure, got LBFGS"),
+    ],
+)
+def test_optimizers_that_take_no_such_step(optimizer, message):
+    with pytest.raises(ValueError, match=message):
+        estimate(lambda: (nn.Linear(DIM, 8), torch.randn(4, DIM)), optimizer=optimizer)
