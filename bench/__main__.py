@@ -14,6 +14,7 @@ COMMANDS = {
     "finetune": "ways of training adapters of a small Llama in int8",
     "paper": "ways of fine-tuning a small ViT and a small Llama, exact and approximate",
     "run": "compare functions with eager, torch.compile, checkpoint and other libraries",
+    "host": "compare the time that the host takes for a layer, and its launches and waits",
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
     "shares": "count the bytes that models save, before and after fuse",

@@ -203,9 +203,30 @@ def _range(name: str) -> Callable[[Row], str]:
     return lambda row: f"{min(row[name]):.3f} .. {max(row[name]):.3f}" if row.get(name) else "-"
 
 
+def _us(what: str) -> Callable[[Row], str]:
+    return lambda row: significant(1e3 * min(row[what])) if row[what] else "-"
+
+
+def _count(name: str) -> Callable[[Row], str]:
+    return lambda row: "-" if row.get(name) is None else f"{row[name]:,}"
+
+
+# of the host's time: the least, as other work of the machine only adds to it
+HOST: Columns = {
+    "implementation": lambda row: row["name"],
+    "forward\nus": _us("forward_ms"),
+    "backward\nus": _us("backward_ms"),
+    "launches": _count("launches"),
+    "waits": _count("waits"),
+    "break-even\ntokens": _count("break_even"),
+}
+
+
 def columns_of(rows: Rows) -> Columns:
     """Return the columns of a table: those for which a row has a value."""
     first = rows[0]
+    if first["command"] == "host":
+        return HOST
     known = {name for row in rows for name, value in row.items() if value is not None}
     is_run = first["command"] == "run"
     # what counts bytes alone has no times
