@@ -168,6 +168,13 @@ def has_hooks(*layers: nn.Module) -> bool:
     return False
 
 
+def own_forward(kind: type[nn.Module]) -> Any:
+    """Return a class's forward, None where code outside of the class's file replaced it."""
+    forward: Any = kind.forward
+    is_own = getattr(forward, "__globals__", {}).get("__name__") == kind.__module__
+    return forward if is_own else None
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on this device, None where it is off."""
     # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot

@@ -19,7 +19,9 @@ While `fuse` runs (fuser.py):
       |                        recognised by their numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
-      |                        (match_reader.py): the state for which that holds
+      |                        (match_reader.py): the state for which that holds, and the values
+      |                        outside (outside_reads.py) that its code reads, as the code that ran
+      |                        names them (code_watch.py, code_names.py, outside_code.py)
       | verification.py        compares outputs and gradients of replicas (replica.py) by the error
       |                        rule (accuracy.py), and counts saved bytes
       v

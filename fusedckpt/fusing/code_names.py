@@ -6,10 +6,13 @@ inputs that are not known.
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Iterator
 from functools import cache
+from importlib.util import resolve_name
 from types import CodeType
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -54,3 +57,73 @@ def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names in a function's code, and in that of the functions inside."""
     for part in codes_in(code):
         yield from part.co_names
+
+
+class CodeRead(NamedTuple):
+    """A variable from outside of a function that its code names."""
+
+    # "global", "free" (closed over) or "import" (of a module, inside the function)
+    root: str
+    name: str
+    # the attributes that are read of its value, one of the other
+    attributes: tuple[str, ...]
+    # whether the variable, or the last attribute, is assigned or deleted
+    is_written: bool = False
+
+
+def reads_in(function: CodeType, package: str | None = None) -> Iterator[CodeRead]:
+    """Yield the variables from outside that a function's code names, those of functions inside too.
+
+    package: of the function, for relative imports.
+    """
+    for code in codes_in(function):
+        # local names of modules that were imported inside
+        modules: dict[str, str] = {}
+        instructions = [*dis.get_instructions(code)]
+        for place, instruction in enumerate(instructions):
+            operation, name = instruction.opname, instruction.argval
+            if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
+                yield _with_attributes("global", name, instructions, place)
+            elif operation.endswith(("_GLOBAL", "_NAME")) and operation[:4] in ("STOR", "DELE"):
+                yield CodeRead("global", name, (), is_written=True)
+            elif "DEREF" in operation and name in function.co_freevars:
+                if operation[:4] == "LOAD":
+                    yield _with_attributes("free", name, instructions, place)
+                else:
+                    yield CodeRead("free", name, (), is_written=True)
+            elif operation == "IMPORT_NAME":
+                imported = _absolute(name, instructions[place - 2].argval, package)
+                later = instructions[place + 1]
+                if later.opname == "STORE_FAST":
+                    # `import a.b` assigns a
+                    modules[later.argval] = imported.partition(".")[0]
+                for follower in instructions[place + 1 :: 2]:
+                    if follower.opname != "IMPORT_FROM":
+                        break
+                    yield CodeRead("import", imported, (follower.argval,))
+            elif operation.startswith("LOAD_FAST"):
+                local = name[-1] if isinstance(name, tuple) else name
+                if local in modules:
+                    yield _with_attributes("import", modules[local], instructions, place)
+
+
+def _with_attributes(
+    root: str, name: str, instructions: list[dis.Instruction], place: int
+) -> CodeRead:
+    """Return the read of a variable, and of the attributes that follow."""
+    attributes = []
+    place += 1
+    while instructions[place].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        attributes.append(instructions[place].argval)
+        place += 1
+    # code ends with a return, so that there is a next instruction
+    is_written = instructions[place].opname in ("STORE_ATTR", "DELETE_ATTR")
+    attributes += [instructions[place].argval] * is_written
+    return CodeRead(root, name, tuple(attributes), is_written)
+
+
+def _absolute(name: str, level: Any, package: str | None) -> str:
+    """Return the full name of a module that code imports."""
+    if not isinstance(level, int) or not level:
+        return name
+    return resolve_name("." * level + name, package or "")

@@ -116,7 +116,7 @@ class BlockFinder:
         self.report.swap(name, swap.parts[""])
         match = swap.attributes["_fusedckpt_match"]
         # the layer has more children and attributes than the MLP
-        match = match._replace(guards=tuple(guard for guard in match.guards if guard.path))
+        match = match._replace(guards=match.guards.without_root())
         return replace(
             swap,
             new_class=subclass(FusedFeedForward, type(module)),

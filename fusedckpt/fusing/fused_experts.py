@@ -12,7 +12,7 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantised import quantised
-from fusedckpt.fusing.match_reader import Guard, Reader
+from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.kernels.gating import Gating
 from fusedckpt.layers import fallbacks
@@ -32,7 +32,7 @@ class ExpertsMatch(NamedTuple):
     # whether weights lie as [in, out]
     is_transposed: bool
     # the state for which the match holds
-    guards: tuple[Guard, ...]
+    guards: Guards
     # whether the class's own forward computes the same, not transformers' functions alone
     is_own: bool = True
 

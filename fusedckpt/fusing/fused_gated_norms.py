@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
-from fusedckpt.fusing.match_reader import Guard, Reader
+from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -38,7 +38,7 @@ class GatedNormMatch(NamedTuple):
     # the dtypes that were verified
     dtypes: tuple[Dtypes, ...] = ()
     # state that must not change
-    guards: tuple[Guard, ...] = ()
+    guards: Guards = Guards()
     # whether it may run under autocast
     autocasts: bool = True
 

@@ -30,7 +30,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.blocks.head import LEVELS
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.fallbacks import MARK, NotFused
 from fusedckpt.layers.head import linear_cross_entropy
 from fusedckpt.state.rng import CPU, GeneratorCalls, RandomStates, of_device
 
@@ -189,12 +189,13 @@ class FusedCausalModel(nn.Module):
         super().__init_subclass__(**kwargs)
         ours, original = made_of(cls) or (nn.Module, nn.Module)
         if issubclass(ours, FusedCausalModel):
-            forward_of_class: Any = original.forward
+            kind: Any = original
 
             # with the original's signature, which a Trainer reads
-            @functools.wraps(forward_of_class)
+            @functools.wraps(kind.forward)
             def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                run = partial(forward_of_class, self, *args, **kwargs)
+                # as it is now: libraries patch the class, also after `fuse`
+                run = partial(kind.forward, self, *args, **kwargs)
                 return self._run_without_logits(run) if self._may_skip(args, kwargs) else run()
 
             cls.forward = forward
@@ -216,6 +217,9 @@ class FusedCausalModel(nn.Module):
         if not isinstance(head, FusedHead) or torch.compiler.is_compiling() or dispatch.DISABLED:
             return False
         if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(ALWAYS):
+            return False
+        if vars(head)[MARK].kind.forward is not dispatch.own_forward(nn.Linear):
+            fallbacks.note_fallback(head, NotFused("changed", "the forward of its class"))
             return False
         if dispatch.has_hooks(head):
             fallbacks.note_fallback(head, NotFused("hook", "its output embedding"))

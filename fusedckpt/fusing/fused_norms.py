@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.blocks import reader
-from fusedckpt.fusing.match_reader import Guard, Reader
+from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -36,7 +36,7 @@ class NormMatch(NamedTuple):
     # whether the result has x's dtype even under autocast
     casts_back: bool = False
     # state that must not change
-    guards: tuple[Guard, ...] = ()
+    guards: Guards = Guards()
     # whether it may run under autocast
     autocasts: bool = True
 

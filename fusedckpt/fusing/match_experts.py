@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.blocks.eager import gated
+from fusedckpt.fusing.code_names import names_in_forward
+from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.fused_experts import (
     BIASES,
     WEIGHTS,
@@ -29,8 +31,10 @@ from fusedckpt.fusing.fused_experts import (
     is_eager,
 )
 from fusedckpt.fusing.fused_mlps import chunk_words
-from fusedckpt.fusing.match_reader import Guard, is_function, is_simple
+from fusedckpt.fusing.match_reader import Guard, Guards
+from fusedckpt.fusing.outside_code import outside_reads
 from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.simple_values import is_function, is_simple
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Part, Swap
 from fusedckpt.fusing.verification import difference, saved_per_token
@@ -57,6 +61,9 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
     gating = gating_of(module)
     if is_transposed is None or gating is None:
         return NotFused("shapes" if is_transposed is None else "gating")
+    guards = _guards_of(module)
+    if isinstance(guards, NotFused):
+        return guards
     name = gating if isinstance(gating, str) else "clamped SwiGLU"
     details = [name, *(["weights as [in, out]"] if is_transposed else []), *chunk_words(chunks)]
     new_class = FusedExperts if num_arguments == 3 else FusedDenseExperts
@@ -67,7 +74,7 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
         f"{type(module).__name__} -> experts ({', '.join(details)})",
         subclass(new_class, type(module)),
         {
-            "_fusedckpt_match": ExpertsMatch(gating, is_transposed, _guards_of(module)),
+            "_fusedckpt_match": ExpertsMatch(gating, is_transposed, guards),
             "save": save,
             "chunks": chunks,
         },
@@ -97,16 +104,28 @@ def _fits(gate_up: Tensor, down: Tensor, is_transposed: bool) -> bool:
     return n == 2 * f and k == d
 
 
-def _guards_of(module: nn.Module) -> tuple[Guard, ...]:
-    """Return guards for the options of experts; sizes may change, as in expert parallelism."""
+def _guards_of(module: nn.Module) -> Guards | NotFused:
+    """Return guards for the options of experts, or why there are none.
+
+    Sizes may change, as in expert parallelism.
+    """
     reads = tuple(
         ((name,), value)
         for name, value in vars(module).items()
         if name[0] != "_" and name != "training" and type(value) is not int
         if is_simple(value) or is_function(value)
     )
-    children = (Guard((n,), type(child), None, ()) for n, child in module.named_children())
-    return (Guard((), None, None, reads), *children)
+    kinds: dict[Any, type[nn.Module]] = {(n,): type(child) for n, child in module.named_children()}
+    children = [Guard(path, child_kind, None, ()) for path, child_kind in kinds.items()]
+    kind = type(module)
+    names = {"forward", "_apply_gate"} | names_in_forward(kind) - vars(nn.Module).keys()
+    functions = [getattr(kind, name, None) for name in sorted(names)]
+    functions += [child_kind.forward for child_kind in kinds.values()]
+    kinds[()] = kind
+    outside = outside_reads([CodeWatch.of_functions(functions)], kinds, [v for _, v in reads])
+    if isinstance(outside, NotFused):
+        return outside
+    return Guards((Guard((), None, None, reads), *children), outside)
 
 
 def gating_of(module: Any) -> Gating | None:

@@ -36,6 +36,7 @@ from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers.fallbacks import NotFused
 
 # these first: all known models have one of them; an identity gates nothing
 _ACTIVATIONS = dict.fromkeys(("silu", "sigmoid", *ACTIVATIONS))
@@ -45,8 +46,8 @@ _ALL_FLOAT64: Dtypes = torch.float64, torch.float64, torch.float64
 _ALL_FLOAT32: Dtypes = torch.float32, torch.float32, torch.float32
 
 
-def gated_norm_swap(module: nn.Module) -> Swap | None:
-    """Return how a norm with a gate is swapped, None for other modules."""
+def gated_norm_swap(module: nn.Module) -> Swap | NotFused | None:
+    """Return how a norm with a gate is swapped, why it is not, or None for other modules."""
     weights = [*module.parameters(recurse=False)]
     names = [*dict(module.named_parameters(recurse=False, remove_duplicate=False))]
     eps = epsilon_of(module)
@@ -68,8 +69,11 @@ def gated_norm_swap(module: nn.Module) -> Swap | None:
     match = _proven_rule(module, names, eps, width)
     if match is None:
         return None
+    guards = guards_of([recording.log for recording in recordings], [((), eps)])
+    if isinstance(guards, NotFused):
+        return guards
     match = match._replace(
-        guards=guards_of([recording.log for recording in recordings], [((), eps)]),
+        guards=guards,
         autocasts=all(recording.log.stop is None for recording in recorded(autocast=True)),
     )
     return Swap(

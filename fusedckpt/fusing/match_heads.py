@@ -59,7 +59,7 @@ def _head_of(module: nn.Module) -> nn.Module | None:
 
 def _obstacle(module: nn.Module, head: nn.Module) -> NotFused | None:
     """Return why a model cannot compute its loss without logits, None if it may."""
-    if type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+    if type(head).forward is not dispatch.own_forward(nn.Linear) or "forward" in vars(head):
         return NotFused("head class")
     if not dispatch.are_plain(*head._parameters.values()):
         return NotFused("head weight")

@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
-from fusedckpt.fusing.match_reader import Guard, child_at
+from fusedckpt.fusing.match_reader import Guard, Guards, child_at
 from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock, MLPMatch, Rate
 from fusedckpt.fusing.op_recorder import Node
+from fusedckpt.fusing.outside_code import METHOD
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
 from fusedckpt.fusing.recording import Recording, other_inputs, record
@@ -45,6 +46,8 @@ _RUNS: dict[str, dict[str, Any]] = {
     "for long inputs in training": {"shape": (3, 4096), "training": True},
     "under autocast": {"shape": _SHAPE, "autocast": True},
 }
+# those in which other functions may run
+_WATCHED = ("while training", "under autocast")
 # not every forward takes these
 _MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
 # a module with more layers is more than an MLP
@@ -83,6 +86,8 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
     if any(recording.y is None for recording in others) or input_shape[:-1] != result_shape[:-1]:
         return None
     guards = guards_of([recording.log for recording in (first, *others)])
+    if isinstance(guards, NotFused):
+        return None
     return Swap(
         "mlp",
         f"{type(module).__name__} -> recomputed",
@@ -105,15 +110,16 @@ def feed_forward_of(layer: nn.Module) -> nn.Module | None:
     else:
         return None
     names = ("linear1", "dropout", "linear2", "activation", dropout_of_result)
-    module = object.__new__(_class_with_forward(type(layer), method))
+    module = object.__new__(_class_with_forward(type(layer), "_ff_block", method))
     children = {name: child for name, child in layer._modules.items() if name in names}
     module.__dict__.update(vars(layer), _modules=children)
     return module
 
 
 @cache
-def _class_with_forward(kind: type[nn.Module], forward: Any) -> type[nn.Module]:
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+def _class_with_forward(kind: type[nn.Module], method: str, forward: Any) -> type[nn.Module]:
+    names = {"forward": forward, "__module__": kind.__module__, METHOD: (kind, method)}
+    return type(kind.__name__, (kind,), names)
 
 
 def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFused:
@@ -126,7 +132,7 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
     linear = LinearPaths(("base_layer", "weight"), bias, is_conv1d)
     block = MatchedBlock("linear_act", (linear,), "identity")
     guard = Guard(("base_layer",), type(base), 0, ())
-    return _swap(module, MLPMatch(block, (guard,), _DTYPES), save, chunks)
+    return _swap(module, MLPMatch(block, Guards((guard,)), _DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
@@ -188,7 +194,8 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     width = first.shapes[0][-1:]
     recordings = [first]
     for when, options in _RUNS.items():
-        recording = record(module, **{**options, "shape": (*options["shape"], *width)})
+        shape = (*options["shape"], *width)
+        recording = record(module, **{**options, "shape": shape}, watched=when in _WATCHED)
         if recording.log.stop is not None:
             return recording.log.stop
         if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
@@ -197,7 +204,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
     dtype_of_module = next(module.parameters()).dtype
     dtypes = [dtype_of_module]
     for dtype in _DTYPES:
-        recording = record(module, (*_SHAPE, *width), dtype)
+        recording = record(module, (*_SHAPE, *width), dtype, watched=False)
         if dtype != dtype_of_module and block_of(recording) == block:
             dtypes.append(dtype)
             recordings.append(recording)
@@ -219,7 +226,7 @@ def _match_with_dropouts(
     block: MatchedBlock,
     recordings: list[Recording],
     dtypes: tuple[torch.dtype, ...],
-) -> MLPMatch:
+) -> MLPMatch | NotFused:
     """Return the match for all that the recordings read, and with the dropouts."""
     logs = [recording.log for recording in recordings]
     rates = [
@@ -235,9 +242,12 @@ def _match_with_dropouts(
         if not rate_by_tensor.keys() & tensors:
             rate_by_tensor |= dict.fromkeys(tensors, rate)
     result_rate = rate_by_tensor.get("result")
+    guards = guards_of(logs, rates)
+    if isinstance(guards, NotFused):
+        return guards
     return MLPMatch(
         block,
-        guards_of(logs, rates),
+        guards,
         dtypes,
         zero_rates=tuple(rate for rate in rates if rate not in rate_by_tensor.values()),
         hidden_rate=rate_by_tensor.get("hidden"),
@@ -259,7 +269,7 @@ def _dropped_by(
     is_module = path and isinstance(child_at(module, path), nn.Dropout)
     if not is_module and not _is_probability(module, shape, (*path, name)):
         return []
-    recording = record(module, shape, training=True, rate=((*path, name), 1.0))
+    recording = record(module, shape, training=True, rate=((*path, name), 1.0), watched=False)
     y = recording.y
     tensors = []
     if y is not None and _is_dropped(y):
@@ -277,14 +287,14 @@ def _dropped_by(
 def _writes_result(module: nn.Module, shape: tuple[int, ...], rate: Rate) -> bool:
     """Whether the dropout of a module's result writes over it."""
     path, name = rate
-    y = record(module, shape, training=True, rate=((*path, name), 1.0)).y
+    y = record(module, shape, training=True, rate=((*path, name), 1.0), watched=False).y
     return y is not None and y.name.endswith("_")
 
 
 def _is_probability(module: nn.Module, shape: tuple[int, ...], rate: Path) -> bool:
     """Whether a number of a module is, as it is, the probability of one call of F.dropout."""
     for value in (0.25, 0.625):
-        log = record(module, shape, training=True, rate=(rate, value)).log
+        log = record(module, shape, training=True, rate=(rate, value), watched=False).log
         if log.dropout_rates.count(value) != 1 or {*log.dropout_rates} - {0.0, value}:
             return False
     return True

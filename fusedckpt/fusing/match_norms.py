@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from fusedckpt.autograd.dispatch import own_forward
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
@@ -59,7 +60,7 @@ def norm_swap(module: nn.Module) -> Swap | NotFused | None:
         (nn.RMSNorm, RMSNorm, {"offset": 0.0, "cast": "torch"}),
         (nn.LayerNorm, LayerNorm, {}),
     ):
-        if isinstance(module, original) and kind.forward is original.forward:
+        if isinstance(module, original) and kind.forward is own_forward(original):
             if parametrize.is_parametrized(module):
                 return NotFused("parametrized", "it")
             change = f"{'nn.' if kind is original else ''}{kind.__name__} -> {ours.__name__}"
@@ -99,9 +100,13 @@ def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
     return _swap(module, match, recordings, width)
 
 
-def _swap(module: nn.Module, match: NormMatch, recordings: list[Recording], width: int) -> Swap:
+def _swap(
+    module: nn.Module, match: NormMatch, recordings: list[Recording], width: int
+) -> Swap | NotFused:
     # an epsilon is read in every call
     guards = guards_of([r.log for r in recordings], [((), str(match.eps))])
+    if isinstance(guards, NotFused):
+        return guards
     under_autocast = record(module, (2, 3, width), training=True, autocast=True)
     match = match._replace(guards=guards, autocasts=under_autocast.log.stop is None)
     if match.kind == "rms":

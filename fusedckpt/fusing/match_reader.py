@@ -12,18 +12,16 @@ copies and pickles of a module need no other reader.
 
 from __future__ import annotations
 
-import enum
-import types
 from collections.abc import Iterable
-from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantising
+from fusedckpt.fusing.outside_reads import NONE, OutsideReads, are_equal_values
 from fusedckpt.fusing.replica import Path
+from fusedckpt.fusing.simple_values import MISSING
 from fusedckpt.fusing.swap import MARK
 from fusedckpt.layers.fallbacks import NotFused
 
@@ -41,26 +39,17 @@ class Guard(NamedTuple):
     reads: tuple[tuple[Path, Any], ...]
 
 
-# the value of a missing attribute
-MISSING = "no value"
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-_OPTIONS = (range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_SIMPLE = _NUMBERS + _OPTIONS
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
+class Guards(NamedTuple):
+    """The state for which a match holds."""
 
+    # of the module and of those inside
+    modules: tuple[Guard, ...] = ()
+    # of the code outside
+    outside: OutsideReads = NONE
 
-def is_simple(value: Any) -> bool:
-    """Whether a value is immutable, and compared by value."""
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(is_simple, value))
-    return isinstance(value, _SIMPLE)
-
-
-def is_function(value: Any) -> bool:
-    """Whether a value is code, compared by identity."""
-    # torch's builtins and the jit's functions are of classes of their own
-    is_code = isinstance(value, _FUNCTIONS) or type(value).__name__.endswith("ScriptFunction")
-    return is_code and not isinstance(getattr(value, "__self__", None), nn.Module)
+    def without_root(self) -> Guards:
+        """Return the guards without the module's own, for a module around the one that matched."""
+        return self._replace(modules=tuple(guard for guard in self.modules if guard.path))
 
 
 def child_at(module: nn.Module, path: Path) -> nn.Module | None:
@@ -79,9 +68,10 @@ class Reader:
     paths: of further modules to read.
     """
 
-    def __init__(self, guards: Iterable[Guard], paths: Iterable[Path] = ()):
-        self.guards = tuple(guards)
-        by_path = {guard.path: guard for guard in self.guards}
+    def __init__(self, guards: Guards, paths: Iterable[Path] = ()):
+        self.guards = guards
+        self.outside = guards.outside.rows
+        by_path = {guard.path: guard for guard in guards.modules}
         # the places of modules among those that `read` returns
         self.places: dict[Path, int] = {}
         # for each its parent's place and its name there, both None for the module itself; its full
@@ -97,7 +87,7 @@ class Reader:
                 self.places[prefix] = len(rows)
                 rows.append((*names, prefix, kind, num_children, values))
         self.rows = tuple(rows)
-        self.watches_hooks = any(guard.kind is not None for guard in self.guards)
+        self.watches_hooks = any(guard.kind is not None for guard in guards.modules)
 
     def __reduce__(self) -> Any:
         return Reader, (self.guards, tuple(self.places))
@@ -137,6 +127,11 @@ class Reader:
                 if now is not value and not (type(now) is type(value) and now == value):
                     change = change or NotFused("changed", ".".join((*path, first, *more)))
             if change is not None:
+                break
+        for read, holder, name, value, place in self.outside:
+            now = read(holder, name, MISSING)
+            if now is not value and not are_equal_values(now, value):
+                change = change or NotFused("changed", place.words)
                 break
         # of all at once: mostly there are none
         if self.watches_hooks and has_hooks(*parts[1:]):

@@ -73,7 +73,7 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
         return None
     if not dispatch.are_plain(*module._parameters.values()):
         return None
-    if type(module).forward is nn.Linear.forward:
+    if type(module).forward is dispatch.own_forward(nn.Linear):
         return SharedLinear
     if isinstance(module, nn.Linear) or is_transposed(module):
         # its own forward runs, and saves its input or something else

@@ -21,7 +21,7 @@ from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
 from fusedckpt.blocks.quantised import quantised
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.match_reader import Guard, Reader, child_at
+from fusedckpt.fusing.match_reader import Guards, Reader, child_at
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
@@ -67,7 +67,7 @@ class MLPMatch(NamedTuple):
     # the function of ours that it computes
     block: MatchedBlock
     # the state for which that holds
-    guards: tuple[Guard, ...]
+    guards: Guards
     # dtypes of the weights for which the match was verified
     dtypes: tuple[torch.dtype, ...] = ()
     # dropout rates that must be 0 in training

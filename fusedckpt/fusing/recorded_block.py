@@ -109,7 +109,7 @@ def is_activation(module: nn.Module) -> bool:
     """Whether a module is a function of single elements, as its recorded forward shows."""
     if module._modules or any(is_lazy(p) or p.dim() > 1 for p in module.parameters()):
         return False
-    return takes_one(module) and is_nonlinear(record(module, (2, 3, 8)))
+    return takes_one(module) and is_nonlinear(record(module, (2, 3, 8), watched=False))
 
 
 def _paths_of(product: Node) -> LinearPaths:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ def record(
     autocast: bool = False,
     strided: bool = False,
     num_inputs: int = 1,
+    watched: bool = True,
 ) -> Recording:
     """Record the ops of a module's forward on an input of this shape.
 
@@ -69,6 +70,7 @@ def record(
         autocast: whether autocast is enabled, which meta tensors ignore.
         strided: whether an input's first two dimensions are transposed in memory.
         num_inputs: how many tensors the forward takes.
+        watched: whether the functions that run are noted, which slows the run.
     """
     log = ForwardLog()
     dtype_of_module = next((p.dtype for p in module.parameters()), torch.float32)
@@ -83,6 +85,7 @@ def record(
                 _autocasting(autocast),
                 _FunctionWatch(log),
                 OpRecorder(log, xs) as recorder,
+                log.watch if watched else nullcontext(),
             ):
                 y = type(module).forward(clone, *xs)
     except Exception as error:  # arbitrary user code, on meta tensors

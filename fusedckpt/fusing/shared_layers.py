@@ -144,6 +144,9 @@ class SharedLinear(SharedProduct):
         # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
         if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
             return y
+        if getattr(forward, "__func__", None) is not dispatch.own_forward(nn.Linear):
+            # assigned to the class since
+            return y
         if self._fusedckpt_save == "inputs":
             layout = view.place, view.size, view.stride, view.offset
             recipe = partial(_recipe_of_linear, weakref.ref(view.source), layout, y.dtype)

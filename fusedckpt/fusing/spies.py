@@ -19,8 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing.match_reader import MISSING, Guard, is_function, is_simple
+from fusedckpt.fusing.code_watch import CodeWatch
+from fusedckpt.fusing.match_reader import Guard, Guards
+from fusedckpt.fusing.outside_code import outside_reads
 from fusedckpt.fusing.replica import Path, replica
+from fusedckpt.fusing.simple_values import MISSING, is_function, is_simple
 from fusedckpt.layers.fallbacks import NotFused
 
 # containers of simple values, which are copied
@@ -50,6 +53,8 @@ class ForwardLog:
         self.kinds: dict[Path, tuple[type[nn.Module], int]] = {}
         # the rates of the calls of F.dropout
         self.dropout_rates: list[float] = []
+        # the code that ran
+        self.watch = CodeWatch()
         # why the forward was stopped, if it was
         self.stop: NotFused | None = None
 
@@ -83,8 +88,8 @@ class ForwardLog:
 
 def guards_of(
     logs: Sequence[ForwardLog], leave: Collection[tuple[Path, str]] = ()
-) -> tuple[Guard, ...]:
-    """Return guards for the state that runs of one module tree have read.
+) -> Guards | NotFused:
+    """Return guards for the state that runs of one module tree have read, or why there are none.
 
     leave: paths and names of attributes that may change, as they are read in every call.
     """
@@ -93,7 +98,11 @@ def guards_of(
         reads = {names: value for log in logs for names, value in log.reads.get(path, {}).items()}
         guarded = ((n, v) for n, v in sorted(reads.items()) if (path, n[0]) not in leave)
         guards.append(Guard(path, kind if path else None, num_children, tuple(guarded)))
-    return tuple(guards)
+    kinds = {path: kind for path, (kind, _) in logs[0].kinds.items()}
+    values = (value for log in logs for reads in log.reads.values() for value in reads.values())
+    functions = [value for value in values if is_function(value)]
+    outside = outside_reads([log.watch for log in logs], kinds, functions)
+    return outside if isinstance(outside, NotFused) else Guards(tuple(guards), outside)
 
 
 class _SpyPlace(NamedTuple):

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-# the attribute of a swapped module that has its `Original`
-MARK = "_fusedckpt_original"
+from fusedckpt.layers.fallbacks import MARK
 
 
 class Part(NamedTuple):

@@ -53,7 +53,7 @@ def tail_swap(parent: nn.Sequential, tail: Tail, swap: Swap) -> Swap:
     """Return the swap of a Sequential whose layers `tail.mlp`, as a module, have this swap."""
     match = swap.attributes["_fusedckpt_match"]
     # the parent has more children than the module of the MLP
-    match = match._replace(guards=tuple(state for state in match.guards if state.path))
+    match = match._replace(guards=match.guards.without_root())
     return Swap(
         "mlp",
         swap.change,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
-from fusedckpt.fusing.match_reader import child_at
+from fusedckpt.fusing.match_reader import Guards, child_at
 from fusedckpt.fusing.replica import Draw, Path, replica, undisturbed
 from fusedckpt.fusing.swap import Swap
 from fusedckpt.layers.fallbacks import NotFused
@@ -126,7 +126,7 @@ def _without_guards(swap: Swap) -> Swap:
     match = swap.attributes.get("_fusedckpt_match")
     if match is None:
         return swap
-    unguarded = {"_fusedckpt_match": match._replace(guards=())}
+    unguarded = {"_fusedckpt_match": match._replace(guards=Guards())}
     return replace(swap, attributes={**swap.attributes, **unguarded})
 
 

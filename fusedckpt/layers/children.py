@@ -1,6 +1,7 @@
 """The child modules that a block can compute itself, each known by a letter.
 
-A block calls a child that was replaced, parametrized, hooked or given another forward.
+A block calls a child that was replaced, parametrized, hooked or given another forward, by itself or
+by its class.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, activation_name_of
 from fusedckpt.layers.linear import Linear
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm import LayerNorm, RMSNorm, is_patched
 
 # a letter for each kind of layer in a block; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {
@@ -24,6 +25,8 @@ _LETTERS: dict[type[nn.Module], str] = {
     nn.Dropout: "d",
     nn.Identity: "i",
 }
+# their forwards: a library may assign another one to a class of torch's
+_FORWARDS = {kind: dispatch.own_forward(kind) for kind in _LETTERS}
 
 
 def letter_of(layer: Any) -> str:
@@ -37,15 +40,18 @@ def letter_of(layer: Any) -> str:
 
 
 def _letter(layer: Any) -> str:
-    letter = _LETTERS.get(type(layer), "-")
+    kind = type(layer)
+    letter = _LETTERS.get(kind, "-")
+    if letter == "-" or kind.forward is not _FORWARDS[kind]:
+        return "-"
     if letter == "l":
-        fits = type(layer) is nn.Linear or layer.activation == "identity"
+        fits = kind is nn.Linear or layer.activation == "identity"
     elif letter == "n":
-        fits = len(layer.normalized_shape) == 1
+        fits = len(layer.normalized_shape) == 1 and not is_patched(layer)
     elif letter == "d":
         fits = isinstance(layer.p, (int, float)) and 0 <= layer.p <= 1
     else:
-        fits = letter in "-i" or activation_name_of(layer) is not None
+        fits = letter == "i" or activation_name_of(layer) is not None
     return letter if fits else "-"
 
 

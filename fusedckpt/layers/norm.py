@@ -18,8 +18,13 @@ from fusedckpt.blocks.block import apply
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import fallbacks, sharded
+from fusedckpt.layers.fallbacks import MARK, NotFused
 
 Shape = int | Sequence[int]
+
+# of torch's norms
+_RMS_FORWARD = dispatch.own_forward(nn.RMSNorm)
+_LAYER_FORWARD = dispatch.own_forward(nn.LayerNorm)
 
 
 def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
@@ -72,6 +77,20 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
     if runs_own_forward:
         fallbacks.note_fallback(norm, fallbacks.fallback_of(x, weight=weight, bias=bias))
     return _eager(options, x, shape, weight, bias)
+
+
+def is_patched(norm: nn.Module) -> bool:
+    """Whether the class of a swapped norm has got another forward since."""
+    attributes = norm.__dict__
+    if MARK not in attributes:
+        return False
+    return attributes[MARK].kind.forward not in (_RMS_FORWARD, _LAYER_FORWARD)
+
+
+def _run_patched(norm: nn.Module, x: Tensor) -> Any:
+    kind = norm.__dict__[MARK].kind
+    fallbacks.note_fallback(norm, NotFused("changed", f"{kind.__name__}.forward"))
+    return kind.forward(norm, x)
 
 
 def rms_norm(
@@ -199,6 +218,10 @@ class RMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
+        # without a call, as mostly it is torch's
+        attributes = self.__dict__
+        if MARK in attributes and attributes[MARK].kind.forward is not _RMS_FORWARD:
+            return _run_patched(self, x)
         # once: a parametrization computes it
         weight = self.weight
         shape = self.normalized_shape
@@ -241,6 +264,10 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise [..., *normalized_shape]."""
+        # without a call, as mostly it is torch's
+        attributes = self.__dict__
+        if MARK in attributes and attributes[MARK].kind.forward is not _LAYER_FORWARD:
+            return _run_patched(self, input)
         # once: a parametrization computes them
         weight = self.weight
         bias = self.bias
