@@ -22,6 +22,7 @@ from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.surroundings import Surroundings
+from fusedckpt.checkpointing.written_buffers import written_buffers
 from fusedckpt.state.holders import ATOMS
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -33,7 +34,7 @@ class Options(NamedTuple):
     # whether the recompute gets the random numbers of the forward, torch's
     preserve_rng_state: bool = True
     # and those of `random` and `numpy.random`
-    preserve_python_rng: bool = False
+    preserve_python_rng: bool = True
     # "default" or "none"
     determinism_check: str = "default"
     # whether the recompute ends with the last tensor that backward needs
@@ -210,6 +211,8 @@ class Call:
         # the tensors in containers, which are no Arguments
         self.inner = Versioned(*inner) if inner else None
         self.surroundings = Surroundings(objects, *options[:2])
+        # those that the call may write; None for none
+        self.buffers = written_buffers(fn, (x for x in objects if not isinstance(x, Tensor)))
 
     def arguments(self, made: dict[Any, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments; made: the tensors that earlier calls of this recompute left."""

@@ -33,7 +33,7 @@ def checkpoint(
     debug: bool | str = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
-    preserve_python_rng: bool = False,
+    preserve_python_rng: bool = True,
     save_regions: str | Sequence[str] = (),
     offload: bool = False,
     **kwargs: Any,
@@ -57,7 +57,8 @@ def checkpoint(
     - The RNG state is restored on every device of the tensors in args and kwargs, and of any
       torch.Generator among them.
     - Buffers of modules are restored after their call in the recompute, so that BatchNorm updates
-      once.
+      once. Those that a forward both reads and writes, as spectral norm's, have the values before
+      it in the recompute: they are copied, in a module's first call those up to 64 KiB.
     - Backward raises if a tensor argument, or a parameter that autograd saved, was modified in
       place since the forward, as it does without a checkpoint.
     - It also raises if such a parameter was replaced by one with other values, which the recompute

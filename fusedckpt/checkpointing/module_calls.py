@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from fusedckpt.autograd import private
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import uncompiled
+from fusedckpt.checkpointing.written_buffers import learn_late
 
 # compiled modules warn that they call global hooks too, as they are meant to. The filter is for the
 # whole process: catch_warnings around a recompute would change the filters of other threads
@@ -32,6 +33,19 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+class _Buffer(NamedTuple):
+    """A buffer at the first call of its module."""
+
+    module: nn.Module
+    # the dict that the module has it in then, and its name there
+    buffers: Any
+    name: str
+    tensor: Tensor | None
+    # its version, and its values; None where they are not put back
+    version: int | None
+    copy: Tensor | None
 
 
 class Buffers:
@@ -48,7 +62,7 @@ class Buffers:
         self._attributes = attributes
         self._is_constant = is_constant
         self._modules: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
-        self._copies: list[tuple[Any, str, Tensor | None, Tensor | None]] = []
+        self._copies: list[_Buffer] = []
 
     def __enter__(self) -> Buffers:
         self._hook = register_module_forward_pre_hook(self.before)
@@ -73,7 +87,11 @@ class Buffers:
                 self._modules[id(part)] = part, {} if is_lazy else dict(vars(part))
                 with private.unseen():
                     for name, buffer in part._buffers.items():
-                        self._copies.append((part._buffers, name, buffer, self._copy(buffer)))
+                        copy = self._copy(buffer)
+                        version = None if buffer is None or copy is None else buffer._version
+                        self._copies.append(
+                            _Buffer(part, part._buffers, name, buffer, version, copy)
+                        )
 
     def _copy(self, buffer: Tensor | None) -> Tensor | None:
         if buffer is None or type(buffer) is not Tensor or buffer.is_inference():
@@ -82,17 +100,27 @@ class Buffers:
             return None
         return buffer.data.clone()
 
+    def written(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield the buffers that were copied, and written or replaced since: module and name."""
+        for module, buffers, name, buffer, version, copy in self._copies:
+            if copy is None or isinstance(module, torch.jit.ScriptModule):
+                continue
+            now = buffers.get(name)
+            if now is None or now is not buffer or now._version != version:
+                yield module, name
+
     def __exit__(self, *_: Any) -> None:
         self._hook.remove()
         with private.unseen():
             # of a buffer that modules share, the first copy comes last
-            for buffers, name, buffer, copy in reversed(self._copies):
-                if copy is not None and buffer is not None:
+            for noted in reversed(self._copies):
+                if noted.copy is not None and noted.tensor is not None:
                     # no version counts this, as none counts a write by BatchNorm's kernels
-                    buffer.data.copy_(copy)
+                    noted.tensor.data.copy_(noted.copy)
                 # TorchScript's have no `get`
-                if name in buffers and buffers[name] is not buffer:
-                    buffers[name] = buffer
+                buffers, name = noted.buffers, noted.name
+                if name in buffers and buffers[name] is not noted.tensor:
+                    buffers[name] = noted.tensor
         for module, attributes in self._modules.values() if self._attributes else ():
             if attributes:
                 vars(module).clear()
@@ -100,13 +128,6 @@ class Buffers:
             elif hasattr(module, "reset_running_stats"):
                 # it stays initialised, but its statistics are yet to begin
                 module.reset_running_stats()  # type: ignore[operator]  # a method
-
-
-def is_state(value: Any) -> TypeGuard[Tensor]:
-    """Whether an attribute of a module is a tensor that calls of the module may write."""
-    if type(value) is not Tensor or value.layout != torch.strided:
-        return False
-    return not (value.requires_grad or value.is_meta or value.is_inference())
 
 
 Watcher = Callable[[nn.Module | None], AbstractContextManager[None]]
@@ -124,23 +145,34 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(fn: Any) -> Iterator[None]:
-    """Put back, at the end of a recompute of `fn`, the buffers of the modules that it calls.
+def recomputed(call: Any) -> Iterator[None]:
+    """Let the recompute of a call find buffers as the call did, and put them back at its end.
 
-    If `fn` is a bound method of a module, also that module's: its forward, without its hooks. `fn`
-    may say by `is_constant` which buffers it writes in no call.
+    Buffers that the call's forward is known to write have the values before it, see
+    `written_buffers`; those of the other modules that are called are put back. If the function is a
+    bound method of a module, also that module's: its forward, without its hooks. A function may say
+    by `is_constant` which buffers it writes in no call; it brings its state back itself.
     """
-    module = getattr(fn, "__self__", None)
+    module = getattr(call.fn, "__self__", None)
     module = module if isinstance(module, nn.Module) else None
+    is_constant = getattr(call.fn, "is_constant", None)
     _local.recomputes += 1
     try:
-        is_constant = getattr(fn, "is_constant", None)
-        with Buffers(is_constant=is_constant) as buffers, ExitStack() as around:
+        with ExitStack() as around:
+            if call.buffers is not None:
+                copies = around.enter_context(call.buffers.restored())
+                is_constant = lambda buffer: id(buffer) in copies  # noqa: E731
+            buffers = around.enter_context(Buffers(is_constant=is_constant))
             if module is not None:
                 buffers.before(module, ())
             for watcher in _watchers:
                 around.enter_context(watcher(module))
-            yield
+            try:
+                yield
+            finally:
+                if not hasattr(call.fn, "is_constant"):
+                    for part, name in buffers.written():
+                        learn_late(part, name, call.fn, call.values)
     finally:
         _local.recomputes -= 1
 

@@ -220,7 +220,7 @@ class Recompute(CheckpointPhase):
                 torch.enable_grad(),
                 nullcontext() if run is None else run.watched(),
                 call.surroundings.restored(),
-                recomputed(call.fn),
+                recomputed(call),
                 functions_called(self),
                 self._segment.contexts[1],
             ):

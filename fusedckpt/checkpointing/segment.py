@@ -116,6 +116,8 @@ class Segment(Trace, CheckpointPhase):
             self.enclosing = None
         if not self.is_complete:
             raise RuntimeError("checkpoint: the forward's context suppressed an exception")
+        if call.buffers is not None:
+            call.buffers.end()
         if run is not None:
             run.see("the segment", output)
         if self.samples is not None:

@@ -72,9 +72,6 @@ def checkpoint_sequential(
         if not callable(function):
             arguments.wrong_type(name, f"functions[{i}]", "callable", function)
     options["use_reentrant"] = use_reentrant
-    if hasattr(segments, "spans"):
-        # a plan's, as of the modules that it is applied to
-        options.setdefault("preserve_python_rng", True)
     if unknown := {*options} - OPTIONS:
         raise ValueError(f"{name}: unknown options {', '.join(sorted(unknown))}")
     return _run(*_spans(functions, segments, input), options, input)

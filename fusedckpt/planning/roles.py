@@ -37,8 +37,8 @@ from fusedckpt.planning.products import keeps_products
 _ROLE = "_fusedckpt_role"
 # the attribute with a forward that was set on the module and not on its class
 _FORWARD = "_fusedckpt_forward"
-# the options of a plan's segments: units may draw from Python's and NumPy's generators
-OPTIONS = Options(preserve_python_rng=True)
+# the options of a plan's segments
+OPTIONS = Options()
 
 # the level of a module without fused layers
 PLAIN = "plain"

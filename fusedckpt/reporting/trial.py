@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.autograd.private_sharding import fsdp_parameters, unsharded_of
-from fusedckpt.checkpointing.module_calls import is_state
+from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.memory import strided
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (

@@ -1,20 +1,21 @@
 """What autograd saved raises where it changed; what forward itself changes, changes once."""
 
 import threading
+import warnings
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_as_plain, assert_same, same
+from checkpoints import assert_as_plain, assert_same
 from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
-from torch.utils.checkpoint import checkpoint as stock
 
 from fusedckpt import Checkpoint, checkpoint, is_recomputing
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import SavedTensor
+from fusedckpt.checkpointing.written_buffers import _named, written_buffers
 
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
 
@@ -181,17 +182,11 @@ WRAPS = {
 }
 
 
-# what the forward writes there, it reads too: gradients are those of torch's checkpoint then
-READS_WHAT_IT_WRITES = ("average", "spectral")
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", STATEFUL)
 def test_c18_c32_state_is_written_once(name, wrap):
     """Through modes and micro-batches, the state and gradients are those of the plain module."""
-    if wrap == "debug" and name in READS_WHAT_IT_WRITES:
-        pytest.skip("debug says that it is not the same twice")
     inputs = [torch.randn(8, 6) for _ in range(3)]
 
     def run(call):
@@ -208,21 +203,106 @@ def test_c18_c32_state_is_written_once(name, wrap):
 
     (state, grads), (plain_state, plain_grads) = run(WRAPS[wrap]), run(lambda m, x: m(x))
     assert_same(state, plain_state)
-    if name not in READS_WHAT_IT_WRITES:
-        assert_same(grads, plain_grads)
+    # also where the forward reads what it writes
+    assert_same(grads, plain_grads)
 
 
-@pytest.mark.parametrize("name", READS_WHAT_IT_WRITES)
-def test_c32_state_is_not_rolled_back_before_the_recompute(name):
-    """The recompute starts from the state of its time, as torch's does."""
+class Counting(nn.Module):
+    """Reads a buffer that it writes; another is large, and never written."""
 
-    def run(call):
-        torch.manual_seed(0)
-        module = STATEFUL[name]().to(DEVICE)
-        return torch.autograd.grad(call(module, x).square().sum(), x)[0]
+    def __init__(self, count=4):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(count))
+        self.register_buffer("table", torch.ones(40_000))
+        self.to(DEVICE)
 
-    x = randn(8, 6)
-    assert same(run(checkpoint), run(partial(stock, use_reentrant=False)))
+    def forward(self, x):
+        self.scale += 1
+        return (x * self.scale.clone() + self.table[0]).sin()
+
+
+class Twice(nn.Module):
+    """Calls its modules in functions that close over itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Counting(), Counting()
+
+    def forward(self, x, wrap):
+        y = wrap(lambda x: self.first(x), x)
+        return wrap(lambda x: self.second(x), y)
+
+
+def gradient(call, x, steps=1):
+    for _ in range(steps):
+        (found,) = torch.autograd.grad(call(x).square().sum(), x)
+    return found
+
+
+CALLS_OF_COUNTING = {
+    "module": lambda m, wrap: partial(wrap, m),
+    "method": lambda m, wrap: partial(wrap, m.forward),
+    "closure": lambda m, wrap: partial(wrap, lambda x: m(x)),
+    "closure of a closure": lambda m, wrap: partial(wrap, lambda x: (lambda y: m(y))(x)),
+    "partial": lambda m, wrap: partial(wrap, partial(m)),
+    "argument": lambda m, wrap: lambda x: wrap(lambda x, m: m(x), x, m),
+    "list": lambda m, wrap: lambda x: wrap(lambda x, ms: ms[0](x), x, [m]),
+    "retained": lambda m, wrap: lambda x: wrap(m, x) + 0 * wrap(m, x).detach(),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("way", CALLS_OF_COUNTING)
+def test_c32_a_recompute_begins_with_the_buffers_of_its_forward(way, steps):
+    x, found = randn(2, 4), []
+    for wrap in (checkpoint, lambda fn, *args: fn(*args)):
+        module = Counting()
+        found.append([gradient(CALLS_OF_COUNTING[way](module, wrap), x, steps), module.scale])
+    assert_same(*found)
+
+
+@pytest.mark.filterwarnings("error")
+def test_c32_functions_of_one_module_write_buffers_of_their_own():
+    x, found = randn(2, 4), []
+    for wrap in (checkpoint, lambda fn, *args: fn(*args)):
+        model = Twice()
+        found.append([gradient(partial(model, wrap=wrap), x, 2), *model.buffers()])
+    assert_same(*found)
+
+
+def test_c32_only_what_a_forward_writes_is_copied():
+    module, norm, x = Counting(), nn.BatchNorm1d(4).to(DEVICE), randn(2, 4)
+    checkpoint(module, x)
+    checkpoint(norm, x)
+    written = written_buffers(module, ())
+    assert [noted.name for noted in written._noted] == ["scale"]
+    assert written_buffers(norm, ()) is None
+    module.eval()
+    # which may write others
+    assert written_buffers(module, ())._firsts
+
+
+REACHED = Counting()
+
+
+def test_c32_a_buffer_that_no_call_could_note_warns_once():
+    _named.clear()
+    x = randn(2, 4)
+    with pytest.warns(UserWarning, match="Counting writes its buffer 'scale'.*checkpoint that mod"):
+        checkpoint(lambda x: REACHED(x), x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(lambda x: REACHED(x), x).sum().backward()
+
+
+def test_c32_a_large_buffer_is_copied_after_its_first_recompute():
+    _named.clear()
+    x, module, plain = randn(2, 20_000), Counting(20_000), Counting(20_000)
+    with pytest.warns(UserWarning, match="writes its buffer 'scale'.*later calls copy it"):
+        gradient(partial(checkpoint, module), x)
+    found, expected = gradient(partial(checkpoint, module), x), gradient(plain, x, 2)
+    assert torch.equal(found, expected)
 
 
 def test_c18_batchnorm_reached_by_a_global():

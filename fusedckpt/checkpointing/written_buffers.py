@@ -1,0 +1,235 @@
+"""Buffers that a forward writes: its recompute finds them as the forward found them.
+
+Spectral norm's power iteration begins with the vectors that the forward before left, and writes
+them. A recompute that began with those of its own forward would compute other weights, and
+gradients would be silently wrong.
+
+Which buffers a module's forward writes is learned in its first call: the small ones are copied
+before it, and versions tell afterwards. Later calls copy those alone, and where there are none,
+they do no more than look that up. A recompute gets copies in place of the buffers, so that what it
+writes changes no buffer. BatchNorm's statistics are not read in training, and not copied.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from fusedckpt.autograd import private
+
+# bytes of a buffer that the first call of a module copies
+_SMALL = 1 << 16
+# how deep functions are looked into for the modules that they call, and how long lists may be
+_DEPTH = 4
+_MOST = 64
+
+
+def is_state(value: Any) -> TypeGuard[Tensor]:
+    """Whether an attribute of a module is a tensor that calls of the module may write."""
+    if type(value) is not Tensor or value.layout != torch.strided:
+        return False
+    return not (value.requires_grad or value.is_meta or value.is_inference())
+
+
+class BufferPlace(NamedTuple):
+    """A buffer, by its module and name."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+
+
+# whether a module trains, and the code of the function that calls it, None for the module itself
+_Key = tuple[bool, Any]
+# of modules that were called: the buffers that are written then
+_WRITTEN: weakref.WeakKeyDictionary[nn.Module, dict[_Key, list[BufferPlace]]]
+_WRITTEN = weakref.WeakKeyDictionary()
+# classes of modules that a warning has named
+_named = weakref.WeakSet[type]()
+
+
+class _Noted(NamedTuple):
+    """A buffer before a call."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    version: int
+    # its values, None where it is large and not known to be written
+    copy: Tensor | None
+
+    def is_written(self) -> bool:
+        """Whether it was written, or replaced, since."""
+        buffer = self.module._buffers.get(self.name)
+        return buffer is not self.tensor or self.tensor._version != self.version
+
+    def may_change(self) -> bool:
+        """Whether later calls copy it: small ones of a module that writes some, written ones."""
+        return self.copy is not None or self.is_written()
+
+    def before(self) -> Tensor | None:
+        """Return a tensor with its values before the call, None where there is none."""
+        is_intact = self.tensor._version == self.version
+        return self.tensor if self.copy is None and is_intact else self.copy
+
+
+class WrittenBuffers:
+    """The buffers that one call of a function writes, as they were before it.
+
+    code: that of the function, see `_Key`. roots: the modules that it may call.
+    """
+
+    def __init__(self, code: Any, roots: Sequence[nn.Module]):
+        # modules in their first call, each with its buffers
+        self._firsts: list[tuple[nn.Module, _Key, list[_Noted]]] = []
+        self._noted: list[_Noted] = []
+        for root in roots:
+            key = root.training, code
+            places = _WRITTEN.get(root, {}).get(key)
+            if places is None:
+                self._firsts.append((root, key, [*_buffers_of(root)]))
+            elif places:
+                self._noted += _noted_at(places)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the call is known to write none."""
+        return not (self._firsts or self._noted)
+
+    def end(self) -> None:
+        """Learn, after the call, which buffers it wrote; free the copies of the others."""
+        for root, key, buffers in self._firsts:
+            # a module that writes one of its buffers may write another in the next call
+            writers = {noted.module for noted in buffers if noted.is_written()}
+            written = [noted for noted in buffers if noted.module in writers and noted.may_change()]
+            places = [BufferPlace(weakref.ref(noted.module), noted.name) for noted in written]
+            _WRITTEN.setdefault(root, {})[key] = places
+            self._noted += written
+        self._firsts = []
+
+    @contextmanager
+    def restored(self) -> Iterator[frozenset[int]]:
+        """Give the modules copies with the values before the call; yield the copies' ids."""
+        replaced = list[tuple[dict[str, Any], str, Any]]()
+        copies = list[Tensor]()
+        with private.unseen(), torch.no_grad():
+            for noted in self._noted:
+                before = noted.before()
+                if before is not None and noted.name in noted.module._buffers:
+                    copies.append(before.clone())
+                    buffers = noted.module._buffers
+                    replaced.append((buffers, noted.name, buffers[noted.name]))
+                    buffers[noted.name] = copies[-1]
+        try:
+            yield frozenset(map(id, copies))
+        finally:
+            for buffers, name, buffer in replaced:
+                buffers[name] = buffer
+
+
+def written_buffers(fn: Any, values: Iterable[Any]) -> WrittenBuffers | None:
+    """Note the buffers that a call of `fn` with these arguments may write; None for none."""
+    code = None
+    # a module looks long for an attribute that it has not
+    if not isinstance(fn, nn.Module):
+        if hasattr(fn, "is_constant"):
+            # such a function brings the state of its modules back itself
+            return None
+        code = getattr(fn, "__code__", None)
+    roots = _modules_of(fn, values)
+    written = WrittenBuffers(code, roots) if roots else None
+    return None if written is None or written.is_empty else written
+
+
+def _modules_of(fn: Any, values: Iterable[Any]) -> list[nn.Module]:
+    """Return the modules that a function is, is bound to, closes over, or gets as arguments."""
+    modules = dict[nn.Module, None]()
+    todo = [(fn, _DEPTH), *((value, 1) for value in values)]
+    while todo:
+        value, depth = todo.pop()
+        if isinstance(value, nn.Module):
+            modules[value] = None
+        elif depth == 0:
+            continue
+        elif isinstance(value, MethodType):
+            todo += [(value.__self__, depth - 1), (value.__func__, depth - 1)]
+        elif isinstance(value, partial):
+            parts = value.func, *value.args, *value.keywords.values()
+            todo += [(part, depth - 1) for part in parts]
+        elif isinstance(value, FunctionType):
+            todo += [(part, depth - 1) for part in _closed_over(value)]
+        elif type(value) in (list, tuple) and len(value) <= _MOST:
+            todo += [(part, 1) for part in value if isinstance(part, nn.Module)]
+    return [*modules]
+
+
+def _closed_over(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            # not assigned yet
+            continue
+
+
+def _buffers_of(root: nn.Module) -> Iterator[_Noted]:
+    """Yield the buffers in a module, with copies of the small ones."""
+    with private.unseen(), torch.no_grad():
+        for module in root.modules():
+            for name, buffer in module._buffers.items() if module._buffers else ():
+                if is_state(buffer) and not _is_statistic(module, name):
+                    copy = buffer.clone() if buffer.nbytes <= _SMALL else None
+                    yield _Noted(module, name, buffer, buffer._version, copy)
+
+
+def _noted_at(places: Sequence[BufferPlace]) -> Iterator[_Noted]:
+    with private.unseen(), torch.no_grad():
+        for place in places:
+            module = place.module()
+            buffer = None if module is None else module._buffers.get(place.name)
+            if module is not None and is_state(buffer):
+                yield _Noted(module, place.name, buffer, buffer._version, buffer.clone())
+
+
+def _is_statistic(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is a statistic that a forward writes in training, and reads elsewhere.
+
+    TorchScript's modules, which have no dict of buffers, are taken to have none but such.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return True
+    if not isinstance(module, (_BatchNorm, _InstanceNorm)):
+        return False
+    forward = type(module).forward.__module__
+    return name == "num_batches_tracked" or forward.startswith("torch.nn.modules.")
+
+
+def learn_late(module: nn.Module, name: str, fn: Any, values: Iterable[Any]) -> None:
+    """Learn of a buffer that a recompute wrote and its call had not noted; warn that it did."""
+    if _is_statistic(module, name):
+        return
+    owners = [r for r in _modules_of(fn, values) if any(part is module for part in r.modules())]
+    for root in owners:
+        key = root.training, getattr(fn, "__code__", None)
+        places = _WRITTEN.setdefault(root, {}).setdefault(key, [])
+        places.append(BufferPlace(weakref.ref(module), name))
+    if type(module) in _named:
+        return
+    _named.add(type(module))
+    remedy = "checkpoint that module itself, or pass it as an argument: then it is copied"
+    warnings.warn(
+        f"checkpoint: the forward of {type(module).__name__} writes its buffer {name!r}, and the "
+        "recompute began with the values that the forward left. Where the forward reads them, the "
+        "gradients of this backward are of other values; "
+        f"{'later calls copy it before the forward' if owners else remedy}",
+        stacklevel=2,
+    )
