@@ -47,6 +47,8 @@ class Options(NamedTuple):
     save_regions: tuple[str, ...] = ()
     # whether the recompute compares samples of saved tensors with the forward's
     samples: bool = False
+    # and no backward waits for the result
+    reads_samples_late: bool = False
     # of a selective context_fn: whether tensors that it saves go through hooks around
     respect_saved_tensors_hooks: bool | None = None
     # whether inputs wait for backward in host memory

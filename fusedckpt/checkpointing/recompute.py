@@ -26,7 +26,7 @@ from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, s
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import CheckpointPhase, Record
-from fusedckpt.checkpointing.samples import Pair, sampled
+from fusedckpt.checkpointing.samples import Gather, Pair
 from fusedckpt.checkpointing.stateful import advice_for
 
 
@@ -146,7 +146,7 @@ class Recompute(CheckpointPhase):
         self.values: dict[int, tuple[Tensor, int]] = {}
         # samples of the forward with those of this recompute
         self.pairs: list[Pair] = []
-        self._samples: dict[int, Tensor] = {}
+        self._samples: Gather | None = segment.samples and segment.samples.recompute()
         # whether a call has begun and not ended
         self._entered = False
         # whether all tensors came back before its end
@@ -204,9 +204,9 @@ class Recompute(CheckpointPhase):
             # regions do not
             del self._segment, self._progress, self._lent, self.records, self._met
         self._check(segment, progress, run)
-        if self._samples:
+        if self._samples is not None:
             self.pairs = segment.samples.pairs(self._samples)
-            self._samples = {}
+            self._samples = None
 
     def _run_calls(self, run: WatchedRun | None) -> None:
         made: dict[Any, Any] = {}
@@ -281,10 +281,8 @@ class Recompute(CheckpointPhase):
             self._see_more(index)
         elif self._compares:
             self._compare(index, tensor)
-        if segment.samples is not None and segment.samples.has(index):
-            sample = sampled(tensor, index)
-            if sample is not None:
-                self._samples[index] = sample
+        if self._samples is not None:
+            segment.samples.take_again(index, tensor, self._samples)
         requires_grad = tensor.requires_grad
         if requires_grad:
             # its graph would come to hold itself

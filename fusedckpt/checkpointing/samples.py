@@ -2,20 +2,28 @@
 
 Whatever state a function reads, a gradient can be wrong only where the recompute brings back
 another tensor than autograd saved. So the forward takes 64 elements of each tensor that it drops,
-and the recompute compares those of its own: 256 bytes and one kernel a tensor in float32, and one
-kernel again in the recompute.
+and the recompute compares those of its own.
 
-The result is a flag on the tensors' device, so that no GPU is waited for within a backward. The end
-of the backward reads the flags of all segments at once. torch._assert_async would spare that one
-wait, but its error names no function and ends all use of the GPU by the process; here it is a
-Python error, and comes before an optimizer's step. Where a CUDA graph is captured nothing can be
-read, and under torch.cuda.set_sync_debug_mode nothing may be waited for: torch._assert_async takes
-the place.
+One kernel takes the elements of all tensors of a dtype: they are taken when the call returns, or
+when the tensors that wait for it are `_MOST_WAITING` times as large as the call's arguments. At the
+end of a backward one comparison of bits serves all its segments; only where bits differ are numbers
+compared, but for rounding.
+
+The result of that comparison is a flag on the device. `checkpoint(debug="samples")` reads it at the
+end of the backward: it waits for the device once, and raises before an optimizer's step. The
+modules that `fuse` runs again wait for nothing: the flag is copied to pinned memory, and read when
+the device has passed it, at the next call of such a module or end of a backward; the end of a
+backward waits for flags of the last but two. So their error may come one or two steps late, and
+not at all for the last steps of a process; with `torch.autograd.detect_anomaly()` it comes at the
+end of its backward. On a CPU all of them raise there. torch._assert_async would wait for nothing,
+too, but its error names no function and ends all use of the GPU by the process: it serves where a
+CUDA graph is captured, and nothing can be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -32,6 +40,10 @@ from fusedckpt.checkpointing.calls import storage_of
 # elements of each tensor, and how many tensors in a row have samples at other places
 _COUNT = 64
 _PLACES = 16
+# tensors wait for the one kernel until they have so many times the bytes of a call's arguments
+_MOST_WAITING = 8
+# flags of as many backwards may be unread
+_MOST_UNREAD = 2
 # those with a kernel of torch.take
 _DTYPES = frozenset(
     (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128)
@@ -39,24 +51,129 @@ _DTYPES = frozenset(
 )
 
 
-def sampled(tensor: Tensor, number: int) -> Tensor | None:
-    """Return elements of a tensor, of other places for another number; None where it has none.
+class SampledTensors(NamedTuple):
+    """Elements of tensors of one dtype and device, as many of each, one tensor behind another."""
 
-    One kernel, which reads any layout as it is.
+    # the places of the tensors among those that a segment saved
+    indices: tuple[int, ...]
+    elements: Tensor
+
+    def row(self, number: int) -> Tensor:
+        """Return the elements of one tensor."""
+        size = len(self.elements) // len(self.indices)
+        return self.elements.narrow(0, number * size, size)
+
+
+class _Waiting(NamedTuple):
+    """A tensor of which elements are to be taken."""
+
+    tensor: Tensor
+    # 64 of them, in its memory
+    elements: Tensor
+    # the tensor's version, None of an inference tensor; one that is written since has no sample
+    version: int | None
+
+
+class Gather:
+    """Takes elements of tensors, by one kernel for all tensors of a dtype.
+
+    room: the bytes of tensors that may wait for it.
     """
-    local = local_of(tensor).detach()
-    if not storage_of(local) or local.is_meta or local.dtype not in _DTYPES or not local.numel():
-        return None
-    if not local.untyped_storage().nbytes():
-        # its memory is freed between uses
-        return None
-    with private.unseen():
-        is_captured = local.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def __init__(self, room: int):
+        self.room = room
+        self._bytes = 0
+        self._waiting: dict[int, _Waiting] = {}
+        self.blocks: list[SampledTensors] = []
+
+    def add(self, index: int, tensor: Tensor, strides: Any = None) -> Any:
+        """Add the tensor that is saved at an index; return its strides, None for no sample.
+
+        strides: those of the forward's tensor, by which elements are chosen in a recompute.
+        """
+        with private.unseen():
+            local = local_of(tensor).detach()
+            is_known = storage_of(local) and not local.is_meta and local.dtype in _DTYPES
+            # memory of nothing is freed between uses
+            if not is_known or not local.numel() or not local.untyped_storage().nbytes():
+                return None
+            elements = _line_of(local, index, strides or local.stride())
+        version = None if local.is_inference() else local._version
+        self._waiting[index] = _Waiting(local, elements, version)
+        self._bytes += local.numel() * local.itemsize
+        if self._bytes > self.room:
+            self.take()
+        return local.stride()
+
+    def drop(self, index: int) -> None:
+        """Drop the tensor at an index, if it waits."""
+        self._waiting.pop(index, None)
+
+    def take(self) -> None:
+        """Take the elements of the tensors that wait."""
+        groups: dict[Any, list[int]] = {}
+        for index, (tensor, elements, version) in self._waiting.items():
+            is_written = version is not None and tensor._version != version
+            if not is_written and tensor.untyped_storage().nbytes():
+                key = elements.dtype, elements.device, len(elements)
+                groups.setdefault(key, []).append(index)
+        if groups:
+            with private.unseen():
+                for indices in groups.values():
+                    elements = torch.cat([self._waiting[i].elements for i in indices])
+                    self.blocks.append(SampledTensors(tuple(indices), elements))
+        self._waiting.clear()
+        self._bytes = 0
+
+    def rows(self) -> dict[int, Tensor]:
+        """Return the elements of each tensor, by its index."""
+        return {
+            index: block.row(number)
+            for block in self.blocks
+            for number, index in enumerate(block.indices)
+        }
+
+
+def _line_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
+    """Return 64 elements of a tensor as a view of its memory, others for another number.
+
+    strides: of the forward's tensor. Where those leave gaps in memory, or this tensor has others,
+    the elements are a copy, by one kernel.
+    """
+    count = tensor.numel()
+    is_same = tensor.stride() == strides
+    if not (is_same and tensor.is_contiguous()) and not _is_dense(tensor.shape, strides):
+        is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         # a tensor made in a capture lives in the graph's memory
-        places = (_places if is_captured else _known_places)(
-            local.numel(), number % _PLACES, local.device
-        )
-        return torch.take(local, places)
+        places = _places if is_captured else _known_places
+        return torch.take(tensor, places(count, number % _PLACES, tensor.device))
+    size = min(count, _COUNT)
+    # an odd step meets all columns of a matrix whose rows are powers of two
+    step = count // _COUNT * 61 // 64 | 1 if count >= 2 * _COUNT else 1
+    start = (count - (size - 1) * step - 1) * (number % _PLACES) // (_PLACES - 1)
+    if is_same:
+        return tensor.as_strided((size,), (step,), tensor.storage_offset() + start)
+    line = range(start, start + size * step, step)
+    places = [_index_of(place, tensor.shape, strides) for place in line]
+    return torch.take(tensor, torch.tensor(places, device=tensor.device))
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements fill the memory between the first and the last."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _index_of(place: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the index, in order of the dimensions, of the element at a place in dense memory."""
+    index = 0
+    for stride, size in zip(strides, shape, strict=True):
+        index = index * size + place // stride % size
+    return index
 
 
 def _places(numel: int, number: int, device: torch.device) -> Tensor:
@@ -88,61 +205,96 @@ def name_of(fn: Any) -> str:
 class Samples:
     """Those of a segment's forward.
 
-    name: of the function, for errors.
+    name: of the function, for errors. is_late: whether no backward waits for their comparison.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, is_late: bool = False):
         self.name = name
-        self._of: dict[int, Tensor] = {}
+        self.is_late = is_late
+        self._gather = Gather(0)
         # storages of arguments: their versions are checked
         self._given: frozenset[int] = frozenset()
         # bytes of the tensors that were dropped, and the storage of the last one
         self.nbytes = 0
         self._last = 0
+        # of the tensors with samples
+        self._strides: dict[int, tuple[int, ...]] = {}
         # the last tensor that requires no grad, which may yet be written: index, shape and dtype
         self._noise: tuple[int, Any] = -1, None
 
     def begin(self, args: Iterable[Any]) -> None:
-        """Take note of the arguments of a call."""
-        tensors = (leaf for leaf in pytree.tree_leaves([*args]) if isinstance(leaf, Tensor))
-        self._given = frozenset(storage_of(tensor) for tensor in tensors) - {0}
+        """Take note of the arguments of a call; raise where an earlier backward was wrong."""
+        if _unread:
+            read_passed()
+        tensors = [leaf for leaf in pytree.tree_leaves([*args]) if isinstance(leaf, Tensor)]
+        self._given = frozenset(map(storage_of, tensors)) - {0}
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        self._gather.room = _MOST_WAITING * nbytes
 
     def take(self, index: int, tensor: Tensor) -> None:
         """Take those of the tensor that is saved at an index."""
         like = tensor.shape, tensor.dtype
         if like == self._noise[1]:
             # rrelu saves its noise, then its input, and then draws the noise
-            self._of.pop(self._noise[0], None)
+            self.drop([self._noise[0]])
         self._noise = (index, None if tensor.requires_grad else like)
         key = storage_of(tensor)
         if key not in self._given:
             # saved again by the operation that reads it
             self.nbytes += 0 if key and key == self._last else tensor.numel() * tensor.itemsize
             self._last = key
-            sample = sampled(tensor, index)
-            if sample is not None:
-                self._of[index] = sample
+            strides = self._gather.add(index, tensor)
+            if strides is not None:
+                self._strides[index] = strides
 
     def drop(self, indices: Iterable[int]) -> None:
         """Drop those of tensors that no recompute brings back."""
         for index in indices:
-            self._of.pop(index, None)
+            if self._strides.pop(index, None) is not None:
+                self._gather.drop(index)
 
-    def has(self, index: int) -> bool:
-        """Whether there is one of the tensor at an index."""
-        return index in self._of
+    def end(self, staying: Iterable[int]) -> None:
+        """End a call; staying: indices of tensors that no recompute brings back."""
+        self.drop(staying)
+        self._gather.take()
 
-    def pairs(self, recomputed: Mapping[int, Tensor]) -> list[Pair]:
+    def recompute(self) -> Gather:
+        """Return what takes those of a recompute."""
+        return Gather(self._gather.room)
+
+    def take_again(self, index: int, tensor: Tensor, recompute: Gather) -> None:
+        """Take those of a recomputed tensor, where the forward's has some."""
+        strides = self._strides.get(index)
+        if strides is not None:
+            recompute.add(index, tensor, strides)
+
+    def pairs(self, recompute: Gather) -> list[Pair]:
         """Return the samples with those of a recompute."""
-        return [Pair(self.name, self._of[i], sample) for i, sample in recomputed.items()]
+        recompute.take()
+        before, now = self._gather, recompute
+        if [block.indices for block in before.blocks] == [block.indices for block in now.blocks]:
+            blocks = zip(before.blocks, now.blocks, strict=True)
+            found = [(a.elements, b.elements, len(a.indices)) for a, b in blocks]
+        else:
+            rows = before.rows()
+            found = [(rows[i], row, 1) for i, row in now.rows().items() if i in rows]
+        return [
+            Pair(self.name, a, b, count, self.is_late)
+            for a, b, count in found
+            if (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+        ]
 
 
 class Pair(NamedTuple):
-    """Elements of a tensor in the forward of a function, and in its recompute."""
+    """Elements of tensors in the forward of a function, and in its recompute."""
 
     name: str
     before: Tensor
     now: Tensor
+    # of how many tensors, each of as many elements
+    num_tensors: int = 1
+    # whether no backward waits for their comparison
+    is_late: bool = False
 
 
 class _Pairs(list[Pair]):
@@ -171,47 +323,117 @@ def compare_at_end(pairs: list[Pair]) -> None:
     known += pairs
 
 
+class _Unread(NamedTuple):
+    """The comparison of one backward's samples, on its way from a device."""
+
+    # whether all bits are the same, in pinned memory
+    flag: Tensor
+    # recorded behind the copy of the flag
+    passed: Any
+    pairs: Sequence[Pair]
+
+
+_unread: deque[_Unread] = deque()
+
+
+def read_passed(most: int | None = None) -> None:
+    """Read the flags that devices have passed; wait for all but the last `most`, if given.
+
+    Raises:
+        CheckpointError: where the samples of an earlier backward differ.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return
+    while _unread:
+        if not _unread[0].passed.query():
+            if most is None or len(_unread) <= most:
+                return
+            _unread[0].passed.synchronize()
+        flag, _, pairs = _unread.popleft()
+        if not flag.item():
+            _check(pairs)
+
+
 def compare(pairs: list[Pair]) -> None:
-    """Raise where samples differ by more than rounding.
+    """Raise where samples differ by more than rounding, now or, on a GPU, late.
 
     Raises:
         CheckpointError: with the name of the first such function.
     """
     groups: dict[Any, list[Pair]] = {}
+    is_strict = torch.is_anomaly_enabled()
     for pair in pairs:
-        key = pair.before.dtype, pair.before.device
-        if key == (pair.now.dtype, pair.now.device):
-            groups.setdefault(key, []).append(pair)
-    with private.unseen(), torch.no_grad():
-        for (dtype, device), group in groups.items():
-            before = torch.stack([pair.before for pair in group])
-            now = torch.stack([pair.now for pair in group])
-            are_same = _are_same(before, now, dtype)
-            if not _may_wait(device):
-                private.assert_later(are_same.all(), _message(group[0].name))
+        is_late = pair.is_late and not is_strict and pair.before.is_cuda
+        groups.setdefault((pair.before.device, is_late), []).append(pair)
+    for (device, is_late), group in groups.items():
+        with private.unseen(), torch.no_grad():
+            is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if is_captured or not (is_late or _may_wait(device)):
+                _assert_close(group)
                 continue
-            wrong = [p for p, is_same in zip(group, are_same.tolist(), strict=True) if not is_same]
-            if wrong:
-                raise CheckpointError(_message(wrong[0].name))
+            flag = _are_same(group)
+            if is_late:
+                _read_late(flag, group)
+            elif not flag.item():
+                _check(group)
+    if _unread:
+        read_passed(_MOST_UNREAD)
 
 
 def _may_wait(device: torch.device) -> bool:
     """Whether the result of a kernel may be read now."""
-    if device.type != "cuda":
-        return True
-    return not (torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode())
+    return device.type != "cuda" or not torch.cuda.get_sync_debug_mode()
+
+
+def _read_late(flag: Tensor, pairs: list[Pair]) -> None:
+    with torch.cuda.device(flag.device):
+        pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
+        pinned.copy_(flag, non_blocking=True)
+        passed = torch.cuda.Event()
+        passed.record()
+    _unread.append(_Unread(pinned, passed, pairs))
+
+
+def _are_same(pairs: Sequence[Pair], rounds: bool = False) -> Tensor:
+    """Return whether all elements are the same, bit for bit or but for rounding."""
+    if rounds:
+        return torch.stack([_are_close(pair).all() for pair in pairs]).all()
+    return (_bytes_of([p.before for p in pairs]) == _bytes_of([p.now for p in pairs])).all()
+
+
+def _bytes_of(blocks: list[Tensor]) -> Tensor:
+    in_bytes = [block.view(torch.uint8) for block in blocks]
+    return in_bytes[0] if len(in_bytes) == 1 else torch.cat(in_bytes)
+
+
+def _check(pairs: Iterable[Pair]) -> None:
+    """Raise where samples differ by more than rounding; wait for the device."""
+    with private.unseen(), torch.no_grad():
+        for pair in pairs:
+            if not _are_same([pair], True).item():
+                raise CheckpointError(_message(pair.name))
+
+
+def _assert_close(pairs: Iterable[Pair]) -> None:
+    """Have a device raise where samples differ by more than rounding."""
+    for pair in pairs:
+        # torch takes no longer one
+        message = _message(pair.name)[:254]
+        private.assert_later(_are_same([pair], True), message)
 
 
 def _message(name: str) -> str:
     return (
         f"{name}: its recompute brings back other values than its forward saved: it reads state "
         "that has changed since, or random numbers of a generator that is not restored. The "
-        "gradients of this backward are wrong"
+        "gradients of this backward, on a GPU perhaps of one or two before, are wrong"
     )
 
 
-def _are_same(before: Tensor, now: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return for each row whether it is the same but for rounding."""
+def _are_close(pair: Pair) -> Tensor:
+    """Return for each tensor whether its elements are the same but for rounding."""
+    dtype = pair.before.dtype
+    before, now = (x.reshape(pair.num_tensors, -1) for x in (pair.before, pair.now))
     if dtype.is_complex:
         before, now = (torch.view_as_real(x).flatten(1) for x in (before, now))
     is_equal = before == now

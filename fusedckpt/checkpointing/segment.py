@@ -92,7 +92,8 @@ class Segment(Trace, CheckpointPhase):
         self.watch = run
         self.calls.append(call)
         if self.options.samples and not may_change(private.top_hooks()):
-            self.samples = self.samples or Samples(name_of(call.fn))
+            is_late = self.options.reads_samples_late
+            self.samples = self.samples or Samples(name_of(call.fn), is_late)
             self.samples.begin((*args, *kwargs.values()))
         try:
             # an enclosing checkpoint gives a tensor that it recomputes back once only
@@ -121,7 +122,7 @@ class Segment(Trace, CheckpointPhase):
         if run is not None:
             run.see("the segment", output)
         if self.samples is not None:
-            self.samples.drop(self.staying)
+            self.samples.end(self.staying)
         if self.provisional is not None:
             self._save(self.provisional)
         if enclosing is None:

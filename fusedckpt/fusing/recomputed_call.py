@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.checkpointing.entry import checkpoint
+from fusedckpt.checkpointing.calls import Options
+from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.fusing import shared_layers
 from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.written_tensors import is_constant
@@ -92,16 +93,14 @@ def recomputed_call(
     # torch.compile's own checkpoint keeps what the function reads
     is_compiled = torch.compiler.is_compiling()
     fn = forward if is_compiled and not names else RepeatableForward(module, forward, args, names)
-    run = partial(
-        checkpoint,
-        fn,
-        *args,
+    options = Options(
         preserve_rng_state=draws_torch,
         preserve_python_rng=draws_python,
-        save_regions=regions,
-        debug="samples",
+        save_regions=tuple(regions),
+        samples=True,
+        reads_samples_late=True,
     )
-    return shared_layers.saving_recipe_of(x, run)
+    return shared_layers.saving_recipe_of(x, partial(run_checkpoint, options, fn, args, {}))
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 
 import pytest
@@ -12,12 +13,22 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, prefetch_recompute
+from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, fuse, prefetch_recompute
 from fusedckpt.autograd import private
 from fusedckpt.checkpointing import samples
 from fusedckpt.checkpointing.segment import segment_of
 
 D = 96
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def grads(y, x, model):
@@ -121,8 +132,8 @@ def test_every_recompute_compares(run):
         y.sum().backward()
 
 
-def test_one_kernel_a_dropped_tensor():
-    """And 64 elements; none for arguments, parameters, and the results of a region."""
+def test_one_kernel_takes_the_elements_of_all_tensors():
+    """And 64 of each; none of arguments, parameters, and the results of a region."""
     model = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)).to(DEVICE)
     x = randn(1, 2, 8, D)
 
@@ -130,22 +141,95 @@ def test_one_kernel_a_dropped_tensor():
         y = model(x)
         return F.scaled_dot_product_attention(y, y + 1, y + 2)
 
+    def kernels(call):
+        with torch.profiler.profile() as events:
+            result = call()
+        counts = {e.key: e.count for e in events.key_averages()}
+        return result, [counts.get(f"aten::{name}", 0) for name in ("cat", "take", "eq")]
+
     run = partial(checkpoint, fn, x, debug="samples", save_regions="attention")
     run()
-    with torch.profiler.profile() as events:
-        y = run()
-    segment = segment_of(y.grad_fn)
+    y, taken = kernels(run)
     # tanh's result, which the linear behind it saves, too, and q, k and v
-    assert len(segment.samples._of) == 5
-    assert all(sample.numel() == 64 for sample in segment.samples._of.values())
-    # the region's result and log-sum-exp are known for such when it returns
-    # and for the state of a GPU's generator
-    assert len(segment.staying) == (2 if DEVICE.type == "cpu" else 4)
-    taken = sum(e.count for e in events.key_averages() if e.key == "aten::take")
-    assert taken == 5 + len(segment.staying)
-    with torch.profiler.profile() as events:
-        y.sum().backward()
-    assert sum(e.count for e in events.key_averages() if e.key == "aten::take") == 5
+    (block,) = segment_of(y.grad_fn).samples._gather.blocks
+    assert len(block.indices) == 5
+    assert len(block.elements) == 5 * 64
+    assert taken == [1, 0, 0]
+    # and one comparison
+    assert kernels(y.sum().backward)[1] == [1, 0, 1]
+
+
+def test_tensors_wait_for_the_kernel_within_bounds():
+    """Those of a long segment are not held until its end."""
+    kept = []
+
+    def fn(x):
+        for _ in range(40):
+            x = x.sin()
+            kept.append(weakref.ref(x))
+        alive.append(sum(ref() is not None for ref in kept))
+        return x
+
+    alive = []
+    x = randn(8, D)
+    checkpoint(fn, x, debug="samples").sum().backward()
+    assert alive[0] < 12
+
+
+@pytest.mark.parametrize("layout", ["dense", "permuted", "expanded", "slice", "small", "none"])
+def test_other_values_raise_in_any_layout(layout):
+    views = {
+        "permuted": lambda x: x.unflatten(1, (4, -1)).transpose(0, 1),
+        "expanded": lambda x: x[:, :1].expand(-1, D),
+        "slice": lambda x: x[:, 3:-5],
+        "small": lambda x: x[:2, :7] * 1,
+        "none": lambda x: x[0, 0],
+    }
+    scale = [1.0]
+
+    def fn(x):
+        return views.get(layout, lambda x: x)(x * scale[0]).sin()
+
+    checkpoint(fn, randn(40, D), debug="samples").sum().backward()
+    y = checkpoint(fn, randn(40, D), debug="samples").sum()
+    scale[0] = 1.1
+    with pytest.raises(CheckpointError, match="other values"):
+        y.backward()
+
+
+def test_a_recompute_with_other_strides():
+    """Elements are compared, not places in memory."""
+    is_first, scale = [True], [1.0]
+
+    def fn(x):
+        y = (x * scale[0]).unflatten(1, (4, -1)).transpose(0, 2)
+        y = y.clone(memory_format=torch.preserve_format if is_first[0] else torch.contiguous_format)
+        is_first[0] = False
+        return y.sin()
+
+    for scale[0] in (1.0, 1.1):
+        is_first[0] = True
+        y = checkpoint(fn, randn(40, D), debug="samples").sum()
+        if scale[0] == 1.0:
+            y.backward()
+    scale[0] = 1.0
+    with pytest.raises(CheckpointError, match="other values"):
+        y.backward()
+
+
+def test_a_tensor_written_before_its_elements_are_taken_has_none():
+    """Its recompute brings it back as it was saved."""
+
+    def fn(x):
+        y = x.exp()
+        z = y.sin()
+        with torch.no_grad():
+            y.zero_()
+        return z
+
+    x = randn(8, D)
+    checkpoint(fn, x, debug="samples").sum().backward()
+    torch.testing.assert_close(x.grad, x.exp().cos() * x.exp())
 
 
 @pytest.mark.parametrize("numel", [1, 5, 63, 64, 65, 4096, (1 << 33) + 7])
@@ -175,6 +259,65 @@ def test_an_error_of_the_device_where_nothing_may_be_waited_for(monkeypatch):
     samples.compare([samples.Pair("f", before, before)])
     with pytest.raises(RuntimeError, match="f: its recompute brings back other values"):
         samples.compare([samples.Pair("f", before, now)])
+
+
+class Passed:
+    """An event of a device."""
+
+    def __init__(self):
+        self.is_passed = False
+        self.num_waits = 0
+
+    def query(self):
+        return self.is_passed
+
+    def synchronize(self):
+        self.num_waits += not self.is_passed
+
+
+def test_flags_are_read_where_the_device_has_passed_them(monkeypatch):
+    """And waited for from the third backward on."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    name, before, now = "f", torch.zeros(3), torch.ones(3)
+    events = [Passed() for _ in range(4)]
+    for event in events[:2]:
+        pairs = [samples.Pair(name, before, now)]
+        samples._unread.append(samples._Unread(torch.tensor(False), event, pairs))
+    try:
+        samples.read_passed(2)
+        assert len(samples._unread) == 2
+        events[0].is_passed = True
+        # a call of a fused module
+        with pytest.raises(CheckpointError, match="f: its recompute brings back other values"):
+            samples.Samples("g").begin([])
+        assert len(samples._unread) == 1
+        for event in events[2:]:
+            samples._unread.append(samples._Unread(torch.tensor(True), event, []))
+        with pytest.raises(CheckpointError, match="perhaps of one or two before"):
+            samples.compare([])
+        assert [event.num_waits for event in events] == [0, 1, 0, 0]
+        samples.compare([])
+        assert len(samples._unread) == 2
+    finally:
+        samples._unread.clear()
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU raises at once")
+def test_fused_modules_wait_for_nothing():
+    model = nn.Sequential(nn.LayerNorm(D), Attention()).to(DEVICE)
+    fuse(model)
+    x = randn(2, 8, D)
+    model(x).sum().backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            model(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    samples.read_passed()
+    assert not samples._unread
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU waits for nothing")
