@@ -53,6 +53,7 @@ class NormRule(NamedTuple):
         return {"LAYER": self.kind == "layer", "ROUND": self.cast == "llama"}
 
 
+@lru_cache(1024)
 def rows_for(n: int, share: int = 16) -> dict[str, int]:
     """Return the tile for rows of n <= MAX_BLOCK columns, of 8 elements per thread or more."""
     block_n = next_power_of_2(n)

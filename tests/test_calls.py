@@ -1,0 +1,141 @@
+"""Python calls of a warm call, forward and backward: the host's time of a step grows with them.
+
+Exact numbers of calls in fusedckpt, comprehensions left out, so that no change adds any unseen:
+arithmetic takes most of the time on a CPU, and a thread's time changes with the machine. Where a
+change adds or saves calls, run this file: a failure prints the row to write.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import randn
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import fusedckpt
+from fusedckpt import functional
+from fusedckpt.autograd.dispatch import forced_path
+
+PACKAGE = os.path.realpath(os.path.dirname(fusedckpt.__file__))
+FOLDERS = PACKAGE, os.path.realpath(os.path.join(PACKAGE, "kernels"))
+# Python 3.12 has no frames for these
+INLINED = ("<listcomp>", "<setcomp>", "<dictcomp>")
+D, HIDDEN = 32, 64
+
+
+class Gated(nn.Module):
+    """A gated MLP, which fuse swaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(D, HIDDEN, bias=False)
+        self.up = nn.Linear(D, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the MLP."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class MLP(nn.Sequential):
+    """A GELU MLP, which fuse swaps."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
+
+
+class Attention(nn.Module):
+    """Attention, which fuse recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(D, D, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend with two heads."""
+        heads = (
+            layer(x).unflatten(-1, (2, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def swapped(module: nn.Module) -> nn.Module:
+    model = nn.Sequential(module)
+    fusedckpt.fuse(model)
+    return model[0]
+
+
+def layers() -> dict[str, Callable[[Tensor], Tensor]]:
+    norm = fusedckpt.RMSNorm(D)
+    mlp = swapped(Gated())
+    return {
+        "functional.rms_norm": lambda x: functional.rms_norm(x, (D,), norm.weight),
+        "RMSNorm": norm,
+        "LayerNorm": fusedckpt.LayerNorm(D),
+        "Linear": fusedckpt.Linear(D, HIDDEN, activation="gelu"),
+        "MLP": fusedckpt.MLP(D, HIDDEN),
+        "GatedMLP": fusedckpt.GatedMLP(D, HIDDEN),
+        "a swapped norm": swapped(nn.RMSNorm(D)),
+        "a swapped MLP": swapped(MLP()),
+        "a swapped gated MLP": mlp,
+        "a swapped gated MLP in a checkpoint": lambda x: fusedckpt.checkpoint(mlp, x),
+        "a swapped attention": swapped(Attention()),
+    }
+
+
+# forward, backward
+CALLS: dict[str, tuple[int, int]] = {
+    "functional.rms_norm": (18, 25),
+    "RMSNorm": (22, 25),
+    "LayerNorm": (22, 18),
+    "Linear": (20, 22),
+    "MLP": (26, 23),
+    "GatedMLP": (28, 22),
+    "a swapped norm": (22, 25),
+    "a swapped MLP": (71, 23),
+    "a swapped gated MLP": (31, 22),
+    "a swapped gated MLP in a checkpoint": (95, 39),
+    "a swapped attention": (418, 454),
+}
+
+
+def counted(fn: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what `fn` returns, and how many calls of our functions it makes."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        code = frame.f_code
+        if event == "call" and code.co_name not in INLINED:
+            file = code.co_filename
+            is_ours = file.startswith("<fusedckpt") or os.path.realpath(file).startswith(FOLDERS)
+            count += is_ours
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        result = fn()
+    finally:
+        sys.setprofile(before)
+    return result, count
+
+
+@pytest.mark.parametrize("name", layers())
+def test_calls_of_a_warm_call(name):
+    with forced_path("aten"), torch.autograd.set_multithreading_enabled(False):
+        layer = layers()[name]
+        x = randn(2, 4, D).requires_grad_()
+        for _ in range(4):
+            layer(x * 1).sum().backward()
+        inner = x * 1
+        y, forward = counted(lambda: layer(inner))
+        dy = torch.ones_like(y)
+        _, backward = counted(lambda: y.backward(dy))
+    assert (forward, backward) == CALLS.get(name), f'"{name}": ({forward}, {backward}),'
