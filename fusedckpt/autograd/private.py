@@ -275,6 +275,22 @@ def num_wanted(pack: Any) -> int | None:
         return None
 
 
+def written_entry(error: BaseException) -> Any:
+    """Return the operation of which a selective checkpoint saved a result that was written since.
+
+    None for other errors; without the names of torch's frames the error is not explained.
+    """
+    if "selective activation checkpoint has been mutated" not in str(error):
+        return None
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_name == "__torch_dispatch__" and "func" in frame.f_locals:
+            return frame.f_locals["func"]
+        trace = trace.tb_next
+    return None
+
+
 def stock_switches() -> tuple[bool | None, bool | None]:
     """Return the values of set_checkpoint_debug_enabled and set_checkpoint_early_stop, if any."""
     switches = torch.utils.checkpoint

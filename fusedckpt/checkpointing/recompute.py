@@ -26,7 +26,7 @@ from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, s
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import CheckpointPhase, Record
-from fusedckpt.checkpointing.samples import Gather, Pair
+from fusedckpt.checkpointing.samples import Gather, Pair, name_of
 from fusedckpt.checkpointing.stateful import advice_for
 
 
@@ -49,15 +49,24 @@ class _Lent:
     __slots__ = "__weakref__", "tensor"
 
     def __init__(self, tensor: Tensor):
-        self.tensor: Tensor | None = tensor
+        # a description of it once the recompute has ended
+        self.tensor: Tensor | str = tensor
+
+    def end(self, name: str) -> None:
+        """Free the tensor; name: of the function that was recomputed."""
+        tensor = self.tensor
+        if isinstance(tensor, Tensor):
+            self.tensor = f"{name} (it saved {tensor.dtype} {list(tensor.shape)})"
 
 
 def _unpack(lent: _Lent) -> Tensor:
     """Return the tensor; refuse one after the recompute."""
-    if lent.tensor is None:
+    if isinstance(lent.tensor, str):
         raise RuntimeError(
-            "checkpoint: backward of a tensor that a recompute left behind: take the one that "
-            "the forward left, before its backward"
+            f"checkpoint: backward of a tensor that a recompute left behind: that of {lent.tensor} "
+            "put it where it outlives the call, as in an attribute or a list, and its graph is "
+            "freed. Add such a loss before the backward of the checkpoint, or store "
+            "tensor.detach() there"
         )
     return lent.tensor
 
@@ -197,7 +206,7 @@ class Recompute(CheckpointPhase):
         finally:
             for reference in self._lent:
                 if (lent := reference()) is not None:
-                    lent.tensor = None
+                    lent.end(name_of(segment.calls[0].fn).removeprefix("checkpoint: "))
             progress = self._progress
             progress.accept_writes()
             # this lives until the end of the backward; arguments, called functions and outputs of
@@ -241,6 +250,11 @@ class Recompute(CheckpointPhase):
         # running out of memory is an error of another class
         if not self._entered or type(error) not in _OF_SHAPES:
             return
+        if (operation := private.written_entry(error)) is not None:
+            raise CheckpointError(
+                f"checkpoint: the policy of context_fn saves the result of {operation}, and the "
+                f"function writes it in place: have the policy recompute {operation}"
+            ) from error
         advice = advice_for(self._segment.calls)
         if advice or type(error) is RuntimeError:
             raise CheckpointError(

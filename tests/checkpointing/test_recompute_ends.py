@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from checkpoints import assert_same, stock
 from support import DEVICE, Watched, randn
 from torch import nn
+from torch.utils.checkpoint import CheckpointError
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 from fusedckpt import checkpoint
@@ -211,6 +212,14 @@ def test_a_policy_may_save_what_is_written_behind_the_last_saved_tensor(name, is
         y = wrap(run, x) if is_nested else run(x)
         grads.append(torch.autograd.grad(y.sum(), x)[0])
     assert torch.equal(*grads)
+
+
+def test_an_error_names_the_operation_whose_saved_result_is_written():
+    fn = lambda x: (x * 2.0).add_(1).sin()  # noqa: E731
+    options = functools.partial(selective, [torch.ops.aten.mul.Tensor])
+    y = checkpoint(fn, randn(4), context_fn=options)
+    with pytest.raises(CheckpointError, match=r"aten\.mul\.Tensor, and the function writes it"):
+        y.sum().backward()
 
 
 def test_noise_is_drawn_before_a_recompute_ends():
