@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt.planning.roles import assigned
+from fusedckpt.planning.roles import assigned, segmented
+from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.state import rng
 
@@ -40,14 +41,24 @@ class _Calls:
         self.names = set[str]()
         self.draws_between = False
         self._states = rng.RandomStates(rng.everywhere())
+        # see `trimmers_of`
+        self._trimmers = list[Callable[[], None]]()
 
-    def visit(self, name: str, forward: Any, args: Any, kwargs: Any) -> Any:
-        """Call a unit: a role."""
+    def visit(self, name: str, role: Any, forward: Any, args: Any, kwargs: Any) -> Any:
+        """Call a unit in its role: a role."""
+        if not torch.is_grad_enabled():
+            return role(forward, args, kwargs)
         self.look()
         self.names.add(name)
-        output = forward(*args, **kwargs)
+        self._trimmers += trimmers_of(args, kwargs)
+        output = role(forward, args, kwargs)
         self._states = rng.RandomStates(rng.everywhere())
         return output
+
+    def trim(self) -> None:
+        """Remove the items that units added to containers among their arguments."""
+        for trim in self._trimmers:
+            trim()
 
     def look(self) -> None:
         """Compare the random states with those behind the unit before."""
@@ -81,13 +92,16 @@ def running_all(step: Step, names: Sequence[str]) -> Iterator[Step]:
 
 
 def _calls_of(step: Step, names: Sequence[str]) -> _Calls:
-    """Run a forward that saves nothing for backward."""
+    """Run a forward with each unit in a checkpoint."""
     step, _ = step.fresh()
     calls = _Calls()
-    roles = {step.model.get_submodule(name): partial(calls.visit, name) for name in names}
-    with assigned(roles), torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x):
+    roles = {
+        step.model.get_submodule(name): partial(calls.visit, name, *segmented()) for name in names
+    }
+    with assigned(roles):
         step.model(*step.args, **step.kwargs)
     calls.look()
+    calls.trim()
     return calls
 
 

@@ -115,6 +115,20 @@ def test_unit_that_no_step_runs(runs):
     assert plan.left_out == {"layers.3": "is not called in a step with gradients"}
 
 
+class Forces(Skipping):
+    """A model whose forward takes a gradient of its blocks, as force fields do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = super().forward(x)
+        (forces,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy + forces.square().sum()
+
+
+def test_gradients_within_the_forward():
+    plan = planned(Forces(lambda: True, count=3), randn(2, 8, 16), policy="none")
+    assert len(plan.chain.units) == 3
+
+
 @pytest.mark.parametrize("forwards", [1, 2])
 def test_gradients(forwards):
     """Of steps with several forwards, too, of which each skips others."""
