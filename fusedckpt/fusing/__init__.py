@@ -14,7 +14,8 @@ While `fuse` runs (fuser.py):
       v
     one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, match_experts.py
       | recording.py           runs a copy on meta tensors: its ops (op_recorder.py), and the
-      |                        state that it reads (spies.py)
+      |                        state that it reads (spies.py); state outside of the module that
+      |                        its code writes is put back (outside_state.py)
       | recorded_block.py      recognises products and the activation between them; norms are
       |                        recognised by their numbers
       v

@@ -13,12 +13,17 @@ from inspect import CO_NEWLOCALS
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
+from fusedckpt.fusing.outside_state import OutsideState
+
 # packages that torch uses, and those whose functions depend on their arguments alone
 _PURE = ("beartype", "einops", "filelock", "fsspec", "jaxtyping", "jinja2", "markupsafe", "mpmath")
 _PURE += ("networkx", "opt_einsum", "optree", "packaging", "setuptools", "sympy", "typeguard")
 _PURE += ("typing_extensions",)
 # packages whose functions are taken as they are
-LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "fusedckpt", *_PURE}
+LIBRARIES = sys.stdlib_module_names | {
+    *("builtins", "torch", "numpy", "triton", "fusedckpt"),
+    *_PURE,
+}
 # modules of Python's library whose functions return something else each time
 CHANGING = frozenset(("datetime", "os", "posix", "nt", "secrets", "threading", "time", "uuid"))
 # whose functions read `os.environ` for others
@@ -50,6 +55,8 @@ class CodeWatch:
         self.environment: set[str] = set()
         # a function that returns something else each time, by its name
         self.changing: str | None = None
+        # the state that it may write
+        self.state = OutsideState()
         # by id, the code of libraries
         self._of_libraries: dict[int, CodeType] = {}
         self._before: Any = None
@@ -108,6 +115,7 @@ class CodeWatch:
             # not the body of a module or class, which an import runs
             if code.co_flags & CO_NEWLOCALS:
                 self.codes[id(code)] = code, frame.f_globals
+                self.state.note(frame, is_library)
         elif name == "os" and code.co_name in _OF_ENVIRONMENT:
             if code.co_name == "__getitem__" and self._is_called_by_user(frame):
                 self.environment.add(str(frame.f_locals["key"]))

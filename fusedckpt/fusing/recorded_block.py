@@ -109,7 +109,11 @@ def is_activation(module: nn.Module) -> bool:
     """Whether a module is a function of single elements, as its recorded forward shows."""
     if module._modules or any(is_lazy(p) or p.dim() > 1 for p in module.parameters()):
         return False
-    return takes_one(module) and is_nonlinear(record(module, (2, 3, 8), watched=False))
+    if not takes_one(module):
+        return False
+    # code of others may write outside of its module
+    is_of_torch = type(module).__module__.startswith("torch.")
+    return is_nonlinear(record(module, (2, 3, 8), watched=not is_of_torch))
 
 
 def _paths_of(product: Node) -> LinearPaths:

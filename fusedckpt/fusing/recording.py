@@ -89,9 +89,11 @@ def record(
             ):
                 y = type(module).forward(clone, *xs)
     except Exception as error:  # arbitrary user code, on meta tensors
+        _put_back(log)
         return Recording(
             None, log, log.stop or other_inputs(module) or NotFused("raised", type(error).__name__)
         )
+    _put_back(log)
     for name, before, after in log.containers:
         if before != after:
             log.stopped("writes", name)
@@ -106,6 +108,15 @@ def record(
         shapes=(shape, tuple(y.shape)),
         dtypes=(xs[0].dtype, y.dtype),
     )
+
+
+def _put_back(log: ForwardLog) -> None:
+    """Put the state outside of the module back, and stop the log if the forward wrote it."""
+    written = log.watch.state.put_back()
+    if written is not None:
+        log.stopped("writes", written)
+    if log.watch.state.restore_generators():
+        log.stopped("random")
 
 
 def _meta_input(shape: tuple[int, ...], dtype: torch.dtype, strided: bool) -> Tensor:

@@ -1,0 +1,126 @@
+"""fuse leaves the state outside of modules as it was, though it runs their code."""
+
+import random
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_mlps import D, H
+from support import DEVICE, randn
+from torch import nn
+
+from fusedckpt import fuse
+
+LOSSES = []
+NESTED = types.SimpleNamespace(losses={"aux": []}, calls=0)
+COUNT = 0
+GENERATOR = torch.Generator()
+RANDOM = random.Random(0)
+HERE = sys.modules[__name__]
+
+
+def closure():
+    count = 0
+
+    def increase():
+        nonlocal count
+        count += 1
+
+    return increase, lambda: count
+
+
+INCREASE, COUNTED = closure()
+
+
+def append(y):
+    LOSSES.append(y.square().mean())
+
+
+def append_in_an_object(y):
+    NESTED.losses["aux"].append(y.mean())
+    NESTED.calls += 1
+
+
+def append_to_a_default(y, losses=[]):  # noqa: B006  # that is the case
+    losses.append(y)
+
+
+def count(y):
+    global COUNT
+    COUNT += 1
+
+
+def count_in_a_closure(y):
+    INCREASE()
+
+
+def count_in_the_class(y):
+    MLP.calls += 1
+
+
+def count_in_a_module(y):
+    HERE.COUNT += 1  # type: ignore[attr-defined]  # of this module
+
+
+def draw(y):
+    return torch.randint(9, (), generator=GENERATOR).item()
+
+
+def draw_in_python(y):
+    return RANDOM.random()
+
+
+def state():
+    """Return all that these functions write."""
+    defaults: tuple = append_to_a_default.__defaults__ or ()
+    lists = LOSSES, NESTED.losses["aux"], defaults[0]
+    counts = NESTED.calls, COUNT, COUNTED(), MLP.calls
+    return *map(len, lists), *counts, GENERATOR.get_state().tolist(), RANDOM.getstate()
+
+
+class MLP(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, H), nn.Linear(H, D)
+
+    def forward(self, x):
+        y = self.down(F.gelu(self.up(x)))
+        WRITE(y)
+        return y
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(D)), 1e-6
+
+    def forward(self, x):
+        y = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+        WRITE(y)
+        return y
+
+
+WRITE = append
+WRITES = [append, append_in_an_object, append_to_a_default, count, count_in_a_closure]
+WRITES += [count_in_the_class, count_in_a_module, draw, draw_in_python]
+
+
+@pytest.mark.parametrize("kind", [MLP, Norm])
+@pytest.mark.parametrize("write", WRITES)
+def test_the_state_outside_is_put_back(kind, write, monkeypatch):
+    monkeypatch.setattr(HERE, "WRITE", write)
+    module = kind().to(DEVICE)
+    before = state()
+    report = fuse(module)
+    assert state() == before
+    # or the swapped module would not write it
+    assert report.swapped == {}
+    assert report.left[""].key in ("writes", "random", "values")
+    module(randn(3, D))
+    if write is append:
+        assert [loss.device.type for loss in LOSSES] == [DEVICE.type]
+        LOSSES.clear()
