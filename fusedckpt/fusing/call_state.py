@@ -193,7 +193,7 @@ def _replaced(contents: Any, replacements: Mapping[int, Tensor]) -> Any:
         copied = {key: replacements.get(id(x), x) for key, x in contents.items()}
     else:
         copied = dict(contents)
-    if all(name in copied for name in _MEMBERS):
+    if copied.keys() >= set(_MEMBERS):
         for name in _MEMBERS:
             copied[name] = _replaced(contents[name], replacements)
     return copied

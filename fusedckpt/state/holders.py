@@ -40,7 +40,10 @@ _OPAQUE = (Tensor, nn.Module, Optimizer, type, types.ModuleType, enum.Enum, *_WE
 
 def contents_of(holder: Any) -> Any:
     """Return the contents of a holder: a dict of them, or a list."""
-    base = _base_of(holder)
+    if type(holder) is dict:
+        # most are
+        return holder.copy()
+    base = _base_of(type(holder))
     if base is None:
         return holder.read()
     return dict(base.items(holder)) if issubclass(base, dict) else [*base.__iter__(holder)]
@@ -50,7 +53,7 @@ def put_back(holder: Any, contents: Any) -> None:
     """Give a holder contents, unless it has them."""
     if are_same(contents_of(holder), contents):
         return
-    base = _base_of(holder)
+    base = _base_of(type(holder))
     if base is None:
         holder.fill(contents)
         return
@@ -76,22 +79,22 @@ def holders_of(value: Any, of_callables: bool = False) -> list[Any]:
 
     of_callables: whether attributes of objects that can be called are state, too.
     """
-    if type(value) in PLAIN:
-        # most are
+    kind = type(value)
+    if kind in PLAIN:
         return [value]
-    if isinstance(value, _WEAK):
+    holders = _holders_of_attributes(value, of_callables)
+    if _base_of(kind) is not None:
+        return [value, *holders]
+    if _is_of(kind, _WEAK):
         return [WeakItems(value)]
-    holders = []
-    if _base_of(value) is not None:
-        holders = [value]
-    elif isinstance(value, MutableMapping) and not _has_data(value):
-        holders = [ForeignItems(value)]
-    return holders + _holders_of_attributes(value, of_callables)
+    if _is_of(kind, (MutableMapping,)) and not _has_data(value):
+        return [ForeignItems(value), *holders]
+    return holders
 
 
 def _holders_of_attributes(value: Any, of_callables: bool = False) -> list[Any]:
     """Return the holders of the attributes of an object that is data."""
-    if isinstance(value, _OPAQUE) or (callable(value) and not of_callables):
+    if _is_of(type(value), _OPAQUE) or (callable(value) and not of_callables):
         return []
     attributes = getattr(value, "__dict__", None)
     holders: list[Any] = [attributes] if type(attributes) is dict else []
@@ -245,7 +248,7 @@ def restorer(value: Any) -> Callable[[], None]:
 
 def trimmer(value: Any) -> Callable[[], None]:
     """Return a function that removes the items that a dict or a list gets from now on."""
-    base = _base_of(value)
+    base = _base_of(type(value))
     if base is list:
         count = list.__len__(value)
         return lambda: list.__delitem__(value, slice(count, None))
@@ -268,7 +271,7 @@ def parts_of(value: Any) -> list[Any]:
         return []
     if isinstance(value, tuple):
         return [*tuple.__iter__(value)]
-    if _base_of(value) is None and not _has_data(value):
+    if _base_of(type(value)) is None and not _has_data(value):
         if isinstance(value, Mapping):
             return [*value.values()]
         if isinstance(value, MutableSequence):
@@ -301,7 +304,7 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
     """
     if isinstance(value, (str, bytes, bytearray, *_OPAQUE)):
         return value
-    base = _base_of(value)
+    base = _base_of(type(value))
     if base is not None:
         duplicate = _empty_copy(base, value)
         put_back(duplicate, _changed(contents_of(value), change))
@@ -345,8 +348,15 @@ def _copy_attributes(value: Any, duplicate: Any, change: Callable[[Any], Any]) -
         put_back(other, _changed(contents_of(holder), change))
 
 
-def _base_of(value: Any) -> Any:
-    return next((base for base in _BUILT_IN if isinstance(value, base)), None)
+@cache
+def _base_of(kind: type) -> Any:
+    return next((base for base in _BUILT_IN if issubclass(kind, base)), None)
+
+
+@cache
+def _is_of(kind: type, bases: tuple[type, ...]) -> bool:
+    """Whether a class is one of some bases: isinstance asks an abstract one each time."""
+    return issubclass(kind, bases)
 
 
 def _has_data(value: Any) -> bool:
