@@ -133,7 +133,8 @@ class Recomputed(Swapped):
             for part in objects_in(value) if type(value) not in ATOMS else ():
                 is_known = isinstance(part, Tensor) or is_noted(part)
                 if not is_known and type(part).__name__ not in _CONSTANT:
-                    return NotFused("cache", type(part).__name__)
+                    key = "module" if isinstance(part, nn.Module) else "cache"
+                    return NotFused(key, type(part).__name__)
         hooked = (
             name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
         )

@@ -55,7 +55,8 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
             if problem is not None and scale > 1:
                 # most gates are shut there or at their limit: one that is neither may decide all,
                 # and whose sum was rounded better is luck
-                _raise_to_roundings(results, module, draw)
+                truth_dtype = _truth_dtype(swap, draw(0), _device_of(module))
+                _raise_to_roundings(results, module, draw, truth_dtype)
                 problem = _problem(results, _dtype_of(module), scale)
             if problem is not None:
                 return problem
@@ -79,7 +80,7 @@ def _errors_over_draws(
             break
         run = draw(seed)
         references = []
-        for dtype_of_reference in (torch.float64, dtype):
+        for dtype_of_reference in (_truth_dtype(swap, run, device), dtype):
             try:
                 references.append(run.results(dtype_of_reference, device))
             except Exception:  # arbitrary user code, in a dtype that it may not support
@@ -91,21 +92,34 @@ def _errors_over_draws(
     return results
 
 
+def _truth_dtype(swap: Swap, run: _Run, device: torch.device) -> torch.dtype:
+    """Return the dtype of the reference: float64, float32 for a norm that casts to it itself.
+
+    Such a norm gives a float32 x to float64 weights in float64. Its rule was found by its bits.
+    """
+    if swap.kind == "norm":
+        try:
+            run.results(torch.float64, device)
+        except Exception:  # arbitrary user code, in a dtype that it may not support
+            return torch.float32
+    return torch.float64
+
+
 def _raise_to_roundings(
-    results: list[Errors], module: nn.Module, draw: Callable[[int], _Run]
+    results: list[Errors], module: nn.Module, draw: Callable[[int], _Run], truth_dtype: torch.dtype
 ) -> None:
     """Raise the original's errors to those that rounding its parameters alone would make.
 
-    They are measured in float64, of values that are finite in the module's dtype.
+    They are measured in the dtype of the reference, of values that are finite in the module's.
     """
     device = _device_of(module)
     noises = [Errors(torch.float64) for _ in results]
     for seed in range(results[0].draws):
         run = draw(seed)
-        truths = run.results(torch.float64, device)
+        truths = run.results(truth_dtype, device)
         theirs = run.results(_dtype_of(module), device)
         for number in range(_ROUNDINGS):
-            rounded = run.results(torch.float64, device, rounding=number)
+            rounded = run.results(truth_dtype, device, rounding=number)
             for noise, moved, eager, truth in zip(noises, rounded, theirs, truths, strict=True):
                 noise.add(moved.where(eager.isfinite(), truth), truth, truth)
     for errors, noise in zip(results, noises, strict=True):

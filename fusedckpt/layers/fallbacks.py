@@ -39,7 +39,11 @@ WORDS = {
     "input": ("its input is a {}, which only its own forward takes", "pass a plain tensor"),
     "cache": (
         "called with a {}, which its forward may change, as a cache of keys and values",
-        "train with use_cache=False",
+        "train with use_cache=False, unless adapters such as prefix tuning pass it",
+    ),
+    "module": (
+        "called with a {}, a module, whose state its recompute would not bring back",
+        "make that module a child of it",
     ),
     "again": (
         "its {} would save more than four times its result, and runs again in backward",

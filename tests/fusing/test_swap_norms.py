@@ -234,3 +234,32 @@ def test_under_autocast_and_named_where_it_is_not_fused():
     assert report.fallbacks[""] == ("dtype", torch.float64)
     with torch.autocast(DEVICE.type, torch.bfloat16):
         assert norm(randn(5, D).bfloat16()).dtype == torch.bfloat16
+
+
+class InFloat32(nn.LayerNorm):
+    """As OpenAI's whisper and CLIP have it: it does not run in float64."""
+
+    def forward(self, input):
+        return super().forward(input.float()).type(input.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_that_casts_to_float32_is_checked_in_float32(dtype):
+    module = InFloat32(D).to(DEVICE)
+    with torch.no_grad():
+        module.weight.uniform_(0.5, 1.5)
+    eager, x = copy.deepcopy(module), randn(2, 3, D, dtype=dtype)
+    assert fuse(module).swapped == {"": "InFloat32 -> layer_norm"}
+    torch.testing.assert_close(module(x), eager(x))
+    assert module(x).dtype == dtype
+
+
+class ShiftedInFloat32(InFloat32):
+    """Another function, which that check has to see."""
+
+    def forward(self, input):
+        return super().forward(input) * (1 + 1e-5)
+
+
+def test_another_norm_in_float32_is_left():
+    assert fuse(ShiftedInFloat32(D).to(DEVICE)).swapped == {}
