@@ -345,13 +345,19 @@ def read_passed(most: int | None = None) -> None:
     if torch.cuda.is_current_stream_capturing():
         return
     while _unread:
-        if not _unread[0].passed.query():
-            if most is None or len(_unread) <= most:
+        is_waited_for = most is not None and len(_unread) > most
+        try:
+            # before anything else: other threads read, too
+            unread = _unread.popleft()
+        except IndexError:
+            return
+        if not unread.passed.query():
+            if not is_waited_for:
+                _unread.appendleft(unread)
                 return
-            _unread[0].passed.synchronize()
-        flag, _, pairs = _unread.popleft()
-        if not flag.item():
-            _check(pairs)
+            unread.passed.synchronize()
+        if not unread.flag.item():
+            _check(unread.pairs)
 
 
 def compare(pairs: list[Pair]) -> None:
