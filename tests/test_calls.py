@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (71, 23),
     "a swapped gated MLP": (31, 22),
     "a swapped gated MLP in a checkpoint": (95, 39),
-    "a swapped attention": (431, 467),
+    "a swapped attention": (428, 331),
 }
 
 
