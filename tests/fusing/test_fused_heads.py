@@ -267,3 +267,20 @@ def test_output_embeddings_that_are_left():
     model.lm_head.__class__ = nn.Linear
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.to_sparse())
     assert fuse(model, head=True, linear=False).left["lm_head"].key == "head weight"
+
+
+def test_a_class_that_is_patched_after_fuse(monkeypatch):
+    eager, fused, report = words()
+    torch.testing.assert_close(step(fused), step(eager))
+    before = WordsForCausalLM.forward
+
+    def twice(self, *args, **kwargs):
+        return (before(self, *args, **kwargs).loss * 2,)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WordsForCausalLM, "forward", twice)
+        torch.testing.assert_close(step(fused), step(eager))
+    linear = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: linear(self, x) * 1.5)
+    torch.testing.assert_close(step(fused), step(eager))
+    assert report.fallbacks["lm_head"].key == "changed"
