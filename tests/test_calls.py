@@ -93,16 +93,16 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
 # forward, backward
 CALLS: dict[str, tuple[int, int]] = {
     "functional.rms_norm": (18, 25),
-    "RMSNorm": (22, 25),
-    "LayerNorm": (22, 18),
+    "RMSNorm": (23, 25),
+    "LayerNorm": (23, 18),
     "Linear": (20, 22),
     "MLP": (26, 23),
     "GatedMLP": (28, 22),
-    "a swapped norm": (22, 25),
+    "a swapped norm": (23, 25),
     "a swapped MLP": (71, 23),
     "a swapped gated MLP": (31, 22),
     "a swapped gated MLP in a checkpoint": (95, 39),
-    "a swapped attention": (428, 331),
+    "a swapped attention": (429, 331),
 }
 
 

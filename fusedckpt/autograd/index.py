@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import private
-from fusedckpt.autograd.recipes import Leaf, Made, View, unpack
+from fusedckpt.autograd import next_call, private
+from fusedckpt.autograd.recipes import Leaf, Made, View, check_of, unpack
 
 # the makers of results, beside functions that a tracker follows
 NORM = "norm"
@@ -59,6 +59,9 @@ class Known(weakref.ref[Tensor]):
     has_copies = False
     # a weak reference to the leaf that these functions read, where they take it for saved
     leaf: Callable[[], Leaf | None] | None = None
+    # the last call that made the tensor or saved its recipe; a check of the tensor at a reader
+    at: next_call.CallSite | None = None
+    check: Callable[[Tensor], None] | None = None
     # what was known of this content before
     older: Known | None = None
 
@@ -98,6 +101,7 @@ def put(
     if maker:
         known.maker = maker
         known.source = source
+        known.at, _ = next_call.note()
         if parameters:
             known.parameters = parameters
             known.versions = versions_of(*parameters)
@@ -156,7 +160,27 @@ def view_of(y: Any, *makers: str) -> View | None:
             return None
         # the same one for all readers, as long as there is one
         row.made = weakref.ref(source)
-    return View(source, row.place, y.shape, y.stride(), y.storage_offset())
+    view = View(source, row.place, y.shape, y.stride(), y.storage_offset())
+    row.at, is_next = next_call.note(row.at)
+    if not is_next:
+        view.check = check_of(source, y)
+    return view
+
+
+def expose(tensor: Tensor, *, is_read: bool = False) -> None:
+    """Forget how a tensor is made again: code has got its memory, and may write there unseen.
+
+    Readers of a maker's result check it where that has readers by now.
+
+    is_read: whether such code mostly reads; then they check it in any case.
+    """
+    known = known_of(tensor)
+    while known is not None:
+        made = known.made()
+        if known.maker and (is_read or (isinstance(made, Made) and made.num_readers)):
+            break
+        known = known.older
+    setattr(tensor.untyped_storage(), _ROW, known)
 
 
 def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:

@@ -238,6 +238,18 @@ _READ = operator.methodcaller("read")
 KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
 
 
+# returns a check of the values that are made again in place of a tensor, which is called with its
+# maker's name; None where there is none
+CHECKS: list[Callable[[str, Tensor], Callable[[Tensor], None] | None]] = []
+
+
+def check_of(source: Leaf | Made, tensor: Tensor) -> Callable[[Tensor], None] | None:
+    """Return a check that a source makes what is in a tensor now."""
+    if not CHECKS or source.__class__ is Leaf:
+        return None
+    return CHECKS[0](source.name, tensor)
+
+
 def _forget(reference: weakref.ref[Made]) -> None:
     made = reference()
     if made is not None:
@@ -256,7 +268,7 @@ def _laid_out(result: Tensor, layout: tuple[torch.Size, tuple[int, ...], torch.d
 class View:
     """How to read a tensor in the storage of a source."""
 
-    __slots__ = ("alive", "offset", "place", "size", "source", "stride")
+    __slots__ = ("alive", "check", "offset", "place", "size", "source", "stride")
 
     # a recipe that lives as long as this, for readers to come
     alive: Made
@@ -276,6 +288,8 @@ class View:
         self.size = size
         self.stride = stride
         self.offset = offset
+        # called with the source's value, where code may have written to the tensor
+        self.check: Callable[[Tensor], None] | None = None
 
     # autograd asks for an object to save before its source is known
     fill = __init__
@@ -283,6 +297,8 @@ class View:
     def read(self) -> Tensor:
         """Return the tensor."""
         value = self.source.value(self.place)
+        if self.check is not None:
+            self.check(value)
         if (
             value.shape == self.size
             and value.stride() == self.stride
@@ -332,10 +348,12 @@ def _read(saved: View | Leaf) -> Tensor:
 _uncompiled = private.breaks_graph(_read)
 
 
-def saving_recipes(view: View, x: Tensor, run: Callable[[], Any], count: Count) -> Any:
+def saving_recipes(
+    view: View, x: Tensor, run: Callable[[], Any], count: Count, *, samples: bool = False
+) -> Any:
     """Return run(), which saves a view in place of x, and other tensors as they are.
 
-    count: called with the tensors that are saved for it.
+    count: called with the tensors that are saved for it; samples: whether run() may write to x.
     """
     # autograd keeps the pack hook as long as the saved tensors: it must not hold x
     key = key_of(x)
@@ -344,7 +362,10 @@ def saving_recipes(view: View, x: Tensor, run: Callable[[], Any], count: Count) 
     def pack(tensor: Tensor) -> View | Leaf:
         if key_of(tensor) == key and tensor.dtype == dtype:
             view.source.add_reader(count)
-            return view_in(view.source, tensor, view.place)
+            saved = view_in(view.source, tensor, view.place)
+            # code of the model may have run since the layer was called
+            saved.check = check_of(view.source, tensor) if samples else view.check
+            return saved
         if count is not None:
             # before it loses its graph, by which a view of a parameter is known
             count(tensor)

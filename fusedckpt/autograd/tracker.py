@@ -130,7 +130,11 @@ class Tracker:
                 return None
             known = known.older
         source = known.made() if known.leaf is None else known.leaf() or _leaf_of(known, tensor)
-        return None if source is None else view_in(source, tensor, known.place)
+        if source is None:
+            return None
+        view = view_in(source, tensor, known.place)
+        view.check = known.check
+        return view
 
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
@@ -159,6 +163,7 @@ class Tracker:
         known = put(tensor)
         known.forward = self.reference
         known.place = view.place
+        known.check = view.check
         if isinstance(view.source, Leaf):
             known.leaf = weakref.ref(view.source)
         else:
@@ -276,6 +281,7 @@ class Tracker:
         view.fill(source, known.place, tensor.shape, tensor.stride(), offset)
         self.saved = view
         if made is not None:
+            view.check = known.check
             made.add_reader(self.count)
         elif self.count is not None:
             # the tensor itself, as a view of a parameter is known by its graph

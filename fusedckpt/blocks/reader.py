@@ -2,7 +2,9 @@
 
 A fused norm saves its input x anyway, so a block that reads its result n saves the recipe of n:
 the norm of x. Hooks on the block's saved tensor replace n, so gradients of any order, hooks on n
-and other readers of n are unchanged. Writes through `.data` are not detected, as in autograd.
+and other readers of n are unchanged. A write that raises no version, as through `.data`, is an
+error of backward where 64 elements show it; `autograd.next_call` tells where none can have
+happened. A write behind the last reader is not seen.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ CUDA graph is captured, and nothing can be read.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -35,6 +35,7 @@ from torch.utils.checkpoint import CheckpointError
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks, pytree
 from fusedckpt.autograd.private_sharding import local_of
+from fusedckpt.autograd.recipes import CHECKS
 from fusedckpt.checkpointing.calls import storage_of
 
 # elements of each tensor, and how many tensors in a row have samples at other places
@@ -384,6 +385,26 @@ def compare(pairs: list[Pair]) -> None:
                 _check(group)
     if _unread:
         read_passed(_MOST_UNREAD)
+
+
+def _check_of(maker: str, tensor: Tensor) -> Callable[[Tensor], None] | None:
+    """Return a check that a recipe makes the content of a tensor, see `recipes.CHECKS`."""
+    gather = Gather(0)
+    strides = gather.add(0, tensor)
+    if strides is None:
+        return None
+    layout = tensor.shape, strides, tensor.storage_offset()
+    name = f"fuse: the result of a {maker}, if code writes there without a version, as by .data"
+    return partial(_compare_made, name, layout, gather.blocks[0].elements)
+
+
+def _compare_made(name: str, layout: Any, before: Tensor, value: Tensor) -> None:
+    gather = Gather(0)
+    if gather.add(0, value.as_strided(*layout), layout[1]) is not None:
+        compare_at_end([Pair(name, before, gather.blocks[0].elements, is_late=True)])
+
+
+CHECKS.append(_check_of)
 
 
 def _may_wait(device: torch.device) -> bool:

@@ -104,6 +104,8 @@ def _inner(view: Any, like: Made) -> Made | None:
     """Return the recipe behind a view of all of its result, if that is to be made yet."""
     if not isinstance(view, View) or not isinstance(view.source, Made) or view.source.is_made:
         return None
+    if view.check is not None:
+        return None
     layouts = view.source.layouts
     layout = view.size, view.stride
     is_whole = view.offset == 0 and len(layouts) == 1 and layout == layouts[0][:2]

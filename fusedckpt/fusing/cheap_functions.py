@@ -82,4 +82,11 @@ KINDS = {
     F.batch_norm: "batch_norm",
     F.instance_norm: "instance_norm",
     F.dropout: "dropout",
+    # by these, code writes to a tensor without raising its version
+    Tensor.data.__get__: "exposes",  # type: ignore[reportAttributeAccessIssue]  # of a descriptor
+    Tensor.numpy: "exposes",
+    Tensor.__array__: "exposes",
+    # kernels of other code mostly read
+    Tensor.data_ptr: "shows",
+    Tensor.__dlpack__: "shows",
 }

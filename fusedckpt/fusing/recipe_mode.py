@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from fusedckpt.autograd import private
+from fusedckpt.autograd import index, private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.recipes import Leaf, View, tensors_in, unfilled, unpack
 from fusedckpt.autograd.replay import PLAIN, Replay, replay_of
@@ -33,6 +33,7 @@ from fusedckpt.fusing.cheap_functions import KINDS, WRITES
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
 FLOOR_BYTES = 1 << 20
 
+_EXPOSING = frozenset(("exposes", "shows"))
 _SEQUENCES = frozenset((list, tuple))
 # without a call of Python's
 _IS_TRUE = partial(operator.is_, True)
@@ -73,6 +74,9 @@ class RecipeMode(TorchFunctionMode):
             else:
                 kind = None
         if kind is None or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        if kind in _EXPOSING:
+            index.expose(args[0], is_read=kind == "shows")
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         again, inputs = replay_of(func, args, kwargs)

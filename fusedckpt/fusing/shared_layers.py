@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, private, recipes
+from fusedckpt.autograd import dispatch, index, next_call, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
@@ -54,17 +54,20 @@ def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
     if view is None and tracker is not None:
         view = tracker.view_of(x)
     if view is not None:
-        return _saving(view, x, run)
+        y = _saving(view, x, run)
+        # code of the model has run
+        next_call.forget()
+        return y
     y = run()
     if tracker is not None:
         tracker.note_saved(x)
     return y
 
 
-def _saving(view: View, x: Tensor, run: Callable[[], Any]) -> Any:
+def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = False) -> Any:
     if not x.is_contiguous():
         return run()
-    return with_own_hooks(partial(recipes.saving_recipes, view, x, run), run)
+    return with_own_hooks(partial(recipes.saving_recipes, view, x, run, samples=samples), run)
 
 
 class Shared(nn.Module):
@@ -112,12 +115,18 @@ class SharedProduct(Shared):
     """Forward of a layer that multiplies its input by a weight of its own."""
 
     _fusedckpt_reads = (ACTIVATION,)
+    # whether its forward is of other code, which may write to its input
+    _fusedckpt_samples = True
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         dtype = autocast_dtype(x.device)
         # as autocast does, on a tensor that is known
         cast = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
-        return _saving(recipes.cast(view, x, cast), cast, partial(forward, cast))
+        view = recipes.cast(view, x, cast)
+        y = _saving(view, cast, partial(forward, cast), samples=self._fusedckpt_samples)
+        if self._fusedckpt_samples:
+            next_call.forget()
+        return y
 
 
 class SharedReader(SharedProduct):
@@ -136,6 +145,7 @@ class SharedLinear(SharedProduct):
     """Forward of nn.Linear: an activation recomputes its result, or saves it at another level."""
 
     _fusedckpt_save: str
+    _fusedckpt_samples = False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y = super()._with_recipe(x, view, forward)
@@ -149,7 +159,8 @@ class SharedLinear(SharedProduct):
             return y
         if self._fusedckpt_save == "inputs":
             layout = view.place, view.size, view.stride, view.offset
-            recipe = partial(_recipe_of_linear, weakref.ref(view.source), layout, y.dtype)
+            source = weakref.ref(view.source), view.check
+            recipe = partial(_recipe_of_linear, source, layout, y.dtype)
             index.put(y, LINEAR, recipe, weight, bias)
         else:
             index.put(y, LINEAR, _recipe_of_saved)
@@ -162,19 +173,22 @@ def _recipe_of_saved(y: Tensor, _: Sequence[Any]) -> Leaf:
 
 
 def _recipe_of_linear(
-    reference: weakref.ref[Any],
+    source_and_check: tuple[weakref.ref[Any], Any],
     layout: tuple[Any, ...],
     dtype: torch.dtype,
     y: Tensor,
     parameters: Sequence[Tensor | None],
 ) -> Made | None:
     """Return the recipe of a linear's result, if the recipe of its input is alive."""
+    reference, check = source_and_check
     source = reference()
     if source is None:
         return None
     weight, bias = parameters
     assert weight is not None
-    inputs = [View(source, *layout), Leaf(weight)]
+    x = View(source, *layout)
+    x.check = check
+    inputs = [x, Leaf(weight)]
     if bias is not None:
         inputs.append(Leaf(bias))
     return Made("linear", partial(_linear, dtype), inputs, [y])
@@ -225,7 +239,10 @@ def _with_functions(
         tracker.saved.alive = made
         return y, made
 
-    return with_own_hooks(run, lambda: (forward(x), None))
+    y, made = with_own_hooks(run, lambda: (forward(x), None))
+    # code of the model has run
+    next_call.forget()
+    return y, made
 
 
 def _followed(
