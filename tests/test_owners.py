@@ -42,7 +42,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
     ),
     "set the class of a module": (
         r"module\.__class__ = ",
-        {"fusing/call_state.py", "fusing/fuser.py", "fusing/swap.py", "planning/roles.py"},
+        {"fusing/call_state.py", "fusing/first_step.py", "fusing/swap.py", "planning/roles.py"},
     ),
     "walk the nodes of a graph": (
         r"in \w+\.next_functions\b",

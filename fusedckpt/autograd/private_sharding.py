@@ -6,10 +6,12 @@ As in `private`, a name that this torch lacks has a fallback.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def fsdp_parameters(module: nn.Module) -> list[Any]:
@@ -52,6 +54,39 @@ def unsharded_of(param: Any) -> Any:
 def is_fsdp_managed(module: nn.Module) -> bool:
     """Whether FSDP1 shards a module's parameters. Without the name, fuse does not say so."""
     return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def is_fsdp2_module(module: nn.Module) -> bool:
+    """Whether a module gathers parameters for its calls by FSDP2."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether a module gathers parameters for its calls, by FSDP1 or FSDP2."""
+    return is_fsdp2_module(module) or "_fsdp_wrapped_module" in module._modules
+
+
+class Ranks(NamedTuple):
+    """The ranks on which DistributedDataParallel calls a module."""
+
+    group: Any
+    device: torch.device
+
+    def most(self, numbers: Sequence[int]) -> list[int]:
+        """Return the greatest of each number on all ranks."""
+        mine = torch.tensor(numbers, dtype=torch.int32, device=self.device)
+        if numbers:
+            torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MAX, self.group)
+        return mine.tolist()
+
+
+def ranks_of(module: nn.Module) -> Ranks | None:
+    """Return the ranks that call a module now, by DistributedDataParallel around it."""
+    parallel: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if parallel is None or parallel.module is not module:
+        return None
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    return Ranks(parallel.process_group, device)
 
 
 def local_of(tensor: Any) -> Any:

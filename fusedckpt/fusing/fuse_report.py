@@ -21,6 +21,8 @@ from fusedckpt.layers.sequential import Sequential
 
 # the attribute of a model with recipes: why its last call saved none
 RECIPES_OBSTACLE = "_fusedckpt_no_recipes"
+# the attribute of a model, or a module of it, that waits for its first training call
+WAITS = "_fusedckpt_waits"
 # classes that a report names where it found nothing
 _MOST_CLASSES = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
@@ -67,6 +69,21 @@ class FuseReport:
         now = {part.name: reason_now(part.module, part.inner) for part in placed}
         return {name: reason for name, reason in now.items() if reason is not None}
 
+    @property
+    def undecided(self) -> dict[str, NotFused]:
+        """Modules that may save less after their first training call: name -> why not yet.
+
+        That call shows whether a module saves so much that it is better run again in backward.
+        """
+        model = self._model_now()
+        places = [] if model is None else [vars(m).get(WAITS) for m in model.modules()]
+        reasons_by_name = {}
+        for waiting in dict.fromkeys(place.waiting for place in places if place is not None):
+            obstacle = waiting.obstacle
+            reason = NotFused("unseen call", obstacle) if obstacle else NotFused("waits")
+            reasons_by_name |= dict.fromkeys(waiting.names, reason)
+        return reasons_by_name
+
     def _model_now(self) -> nn.Module | None:
         """Return the model, None once it is gone."""
         return self._model[0]() if self._model else None
@@ -99,7 +116,8 @@ class FuseReport:
             self.saved[name] = part.saved
 
     def leave(self, name: str, kind: str, reason: NotFused, class_name: str) -> None:
-        """Add a module that is not swapped, and why."""
+        """Add a module that is not swapped, or no longer, and why."""
+        self.swapped.pop(name, None)
         self.left[name] = reason
         self.kinds[name] = kind
         self.classes[name] = class_name
@@ -120,8 +138,19 @@ class FuseReport:
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
         left = {n: (self.classes[n], _advised(reason)) for n, reason in self.left.items()}
         lines += [f"  left {line}" for line in _grouped(left, {})]
+        lines += [f"  {line}" for line in self._undecided()]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *self._unfused(), *self._hint()])
+
+    def _undecided(self) -> Iterator[str]:
+        """Yield lines on the modules that wait for their first training call."""
+        model = self._model_now()
+        undecided = self.undecided
+        if model is None or not undecided:
+            return
+        kinds = {name: type(model.get_submodule(name)).__name__ for name in undecided}
+        groups = {name: (kinds[name], _advised(reason)) for name, reason in undecided.items()}
+        yield from (f"undecided {line}" for line in _grouped(groups, {}))
 
     def _hint(self) -> Iterator[str]:
         """Yield the classes where nothing was found, and the call that measures a step."""

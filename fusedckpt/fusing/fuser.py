@@ -15,6 +15,7 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.fusing.find_blocks import BlockFinder
+from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.match_heads import find_heads
 from fusedckpt.fusing.match_mixers import find_mixers
@@ -23,7 +24,7 @@ from fusedckpt.fusing.matcher import Matcher
 from fusedckpt.fusing.recipe_models import find_recipe_model
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of
-from fusedckpt.fusing.swap import MARK, Original
+from fusedckpt.fusing.swap import MARK, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
@@ -82,9 +83,11 @@ def fuse(
             None. A scale and a softcap of logits are read in the first step; a model that does
             anything else to them is named there, and computes them as before. "always": in
             evaluation with labels, too.
-        batch: arguments of the model, as a dict, a tuple, or one tensor. With these a copy of the
-            model runs once, without gradients, and modules that call attention or a scan are found
-            whatever helper calls it. Without, they are found by their code.
+        batch: arguments of the model, as a dict, a tuple, or one tensor. Modules that call
+            attention or a scan by whatever helper, and those that save more than four times their
+            inputs and their result, show in a run alone. With a batch a copy of the model runs
+            once, without gradients; without, each one's first training call shows it: it runs a
+            second time there, once, with the loss, gradients and random states of a call without.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -97,7 +100,8 @@ def fuse(
 
     Returns:
         The modules swapped, fused before, and left with the reason, and the bytes saved per token.
-        Printed after a step the report also names modules that did not run fused, and why.
+        Printed after a step the report also names modules that did not run fused, and why, and the
+        modules that the first training step has shown; before, these are `undecided`.
 
     Raises:
         TypeError: `model` is not an nn.Module, names or `save` are not strings, or `chunks` not an
@@ -125,17 +129,21 @@ def fuse(
             "head": bool(head),
         },
     )
-    # all are found before anything is touched
-    BlockFinder(search, Matcher(save, chunks, verify)).find()
-    find_mixers(model, search, batch)
-    if head:
-        find_heads(model, search, always=head == "always")
-    search.check()
+    with stopped_waiting(model) as former:
+        # all are found before anything is touched
+        BlockFinder(search, Matcher(save, chunks, verify)).find()
+        find_mixers(model, search, batch)
+        if head:
+            find_heads(model, search, always=head == "always")
+        search.check()
     search.report.watch(model)
     if linear:
         find_shared(search)
     if arguments.flag("fuse", "recipes", recipes):
         find_recipe_model(model, search)
+    if batch is None:
+        # the outermost class of the model
+        find_waiting(model, search, former)
     for module, swap in search.swaps:
         swap.apply(module)
     return search.report
@@ -155,27 +163,30 @@ def unfuse(model: nn.Module) -> nn.Module:
             Nothing is changed then.
     """
     _check_module("unfuse", model)
-    swapped = [(name, m) for name, m in model.named_modules() if MARK in m.__dict__]
-    if not swapped:
+    if not any(MARK in vars(module) for module in model.modules()):
         warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
-    for name, module in swapped:
-        original_class = module.__dict__[MARK].kind
-        if _class_before_fuse(type(module), original_class) not in (
-            original_class,
-            LayerNorm,
-            RMSNorm,
-            Sequential,
-        ):
-            where = name or "the model"
-            became = type(module).__name__
-            raise ValueError(f"unfuse: {where} became a {became}: undo that first")
+    with stopped_waiting(model):
+        swapped = [(name, m) for name, m in model.named_modules() if MARK in vars(m)]
+        for name, module in swapped:
+            _check_class(name, module)
     for _, module in swapped:
-        original: Original = module.__dict__.pop(MARK)
         fallbacks.take_fallback(module)
-        for attribute in original.attributes:
-            del module.__dict__[attribute]
-        module.__class__ = original.kind
+        undo(module)
     return model
+
+
+def _check_class(name: str, module: nn.Module) -> None:
+    """Refuse a module whose class other code has changed since it was fused."""
+    original_class = vars(module)[MARK].kind
+    if _class_before_fuse(type(module), original_class) not in (
+        original_class,
+        LayerNorm,
+        RMSNorm,
+        Sequential,
+    ):
+        where = name or "the model"
+        became = type(module).__name__
+        raise ValueError(f"unfuse: {where} became a {became}: undo that first")
 
 
 def _class_before_fuse(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:

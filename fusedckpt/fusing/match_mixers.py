@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.scans import SCAN
@@ -31,18 +31,33 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         # at other levels they are not swapped
         if not search.has(name, "attention") or search.save != "inputs":
             continue
-        kind = type(module)
-        attributes = {LITTLE_GAIN: None, SAVE: search.save, MIXES: kinds}
-        reason = None if mlps.isdisjoint(module.modules()) else NotFused("around")
-        reason = reason or reasons.of_storage(module) or swap_obstacle(module, attributes, [])
-        if reason is not None:
-            search.report.leave(name, "attention", reason, kind.__name__)
+        swap = recomputing_swap(module, kinds, search.save)
+        if not mlps.isdisjoint(module.modules()):
+            swap = NotFused("around")
+        if isinstance(swap, NotFused):
+            search.report.leave(name, "attention", swap, type(module).__name__)
             continue
-        part = Part("attention", f"{kind.__name__} -> recomputed{_exceptions(kinds)}", None)
-        new_class = subclass(Recomputed, kind)
-        swap = Swap("attention", part.change, new_class, attributes, parts={"": part})
-        search.report.swap(name, part)
+        search.report.swap(name, swap.parts[""])
         search.swaps.append((module, swap))
+
+
+def recomputing_swap(
+    module: nn.Module, kinds: frozenset[str], save: str, is_gathered: bool = False
+) -> Swap | NotFused:
+    """Return the swap of a module that runs again, and calls these kinds of functions.
+
+    is_gathered: whether it runs, so that FSDP2 has gathered its parameters.
+    """
+    kind = type(module)
+    attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds}
+    reason = reasons.of_storage(module)
+    if is_gathered and reason == NotFused("fsdp"):
+        reason = None
+    reason = reason or swap_obstacle(module, attributes, [])
+    if reason is not None:
+        return reason
+    part = Part("attention", f"{kind.__name__} -> recomputed{_exceptions(kinds)}", None)
+    return Swap("attention", part.change, subclass(Recomputed, kind), attributes, parts={"": part})
 
 
 def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset[str]]:
@@ -50,9 +65,10 @@ def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset
     in_code = mixers_in_code(search.modules)
     if batch is None or not search.kinds["attention"]:
         return in_code
-    fused = (module for module in search.modules.values() if MARK in vars(module))
+    # a layer that shares a recipe may be part of a module that saves much
+    fused = (m for m in search.modules.values() if MARK in vars(m) and vars(m)[MARK].parts)
     swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
-    in_run = mixers_in_run(model, batch, swapped)
+    in_run = mixers_in_run(model, *_arguments(batch), swapped)
     if isinstance(in_run, str):
         search.report.notes.append(f"attention and mixers were found by their code, as {in_run}")
         return in_code
@@ -73,6 +89,15 @@ def _not_reached(
         for name, kinds in in_code.items()
         if not any(is_inside(name, other) or is_inside(other, name) for other in in_run)
     }
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model: a dict of them, a tuple, or one tensor."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    if isinstance(batch, Tensor):
+        return (batch,), {}
+    return tuple(batch), {}
 
 
 def _exceptions(kinds: frozenset[str]) -> str:

@@ -1,7 +1,8 @@
-"""Find attention, mixers and modules that save much, by running the model once on a batch.
+"""Find attention, mixers and modules that save much, in a run of the model on a batch.
 
-A copy runs: it shares the parameters, and all else is its own, so that nothing that a forward
-writes is left behind. The tensors that autograd would save are counted, and not kept. Found are
+Given a batch, a copy runs: it shares the parameters, and all else is its own, so that nothing that
+a forward writes is left behind. The tensors that autograd would save are counted, and not kept.
+Without, the first training step is observed, see `first_step`. Found are
 
 - the innermost modules with weights that run where a function of attention or of a mixer is called,
   whatever code calls it;
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +28,10 @@ from fusedckpt.autograd.private import pytree, remove_global_hook, storage_key
 from fusedckpt.checkpointing.attention import NAME, watching_functions
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
+from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.written_tensors import SMALL
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state import rng
 
@@ -36,12 +40,12 @@ _NOT_RERUN = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
 
 def mixers_in_run(
-    model: nn.Module, batch: Any, swapped: Collection[nn.Module] = ()
+    model: nn.Module, args: Any, kwargs: Any, swapped: Collection[nn.Module] = ()
 ) -> dict[str, frozenset[str]] | str:
     """Return the names of the modules to run again, and kinds of functions; or why it failed.
 
-    batch: the model's arguments, a dict of them, a tuple, or one tensor; swapped: its modules that
-    will save little anyway. Of a module that no function marks the kinds are empty.
+    args, kwargs: the model's arguments; swapped: its modules that will save little anyway. Of a
+    module that no function marks the kinds are empty.
     """
     try:
         # generators too: their states are put back
@@ -51,9 +55,9 @@ def mixers_in_run(
         return f"a copy of the model raised {type(error).__name__}: {error}"
     states = rng.RandomStates(filter(None, map(rng.of_object, _generators(model))))
     names = {module: name for name, module in copied.named_modules()}
-    observer = _RunObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
+    observer = _CopyObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:
-        observer.run(copied.train(), batch)
+        observer.run(copied.train(), args, kwargs)
     except Exception as error:
         return f"the model raised {type(error).__name__}: {error}"
     finally:
@@ -70,83 +74,101 @@ def _generators(model: nn.Module) -> list[torch.Generator]:
     return [value for value in values if isinstance(value, torch.Generator)]
 
 
-class _RunObserver:
+class RunObserver:
     """Sees the modules that run where functions are called, or tensors are saved."""
 
     def __init__(self, swapped: Collection[nn.Module]) -> None:
         self._swapped = swapped
         # by module, the kinds of functions that are called while it is the innermost with weights
         self.kinds: dict[nn.Module, set[str]] = {}
-        # modules whose own operations save much
-        self.heavy: set[nn.Module] = set()
-        # modules whose operations do not, or that do not give the same in a second run
-        self._light: set[nn.Module] = set()
-        self._running: list[_RunningModule] = []
+        self._running: list[RunningModule] = []
         # the storages of parameters and buffers, which are not counted
         self._parameters: set[int] = set()
         # the thread that is observed; None during a second run
         self._thread: int | None = threading.get_ident()
 
-    def run(self, model: nn.Module, batch: Any) -> None:
-        """Run a model on a batch."""
-        args, kwargs = _arguments(batch)
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Observe the modules of a model that run inside."""
         members = [*model.parameters(), *model.buffers()]
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._parameters = {storage_key(t.untyped_storage()) for t in members if _is_dense(t)}
         hooks = (
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, with_kwargs=True, always_call=True),
+            register_module_forward_pre_hook(self.enter),
+            register_module_forward_hook(self.leave, with_kwargs=True, always_call=True),
         )
-        counting = torch.autograd.graph.saved_tensors_hooks(self._count, _refuse_backward)
+        counting = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         try:
-            with undisturbed(device), counting, watching_functions(self._note_function):
-                model(*args, **kwargs)
+            with counting, watching_functions(self._note_function):
+                yield
         finally:
             for hook in hooks:
                 remove_global_hook(hook)
 
-    def _enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a module begins to run."""
         if threading.get_ident() == self._thread:
-            self._running.append(_RunningModule(module, rng.CPU.read(), {}))
+            self._running.append(self._begun(module, args))
 
-    def _leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _begun(self, module: nn.Module, args: Any) -> RunningModule:
+        is_asked = self._asks(module)
+        return RunningModule(module, {}, Before(module, args) if is_asked else None)
+
+    def _asks(self, module: nn.Module) -> bool:
+        """Whether it is to be decided of a module that begins to run."""
+        raise NotImplementedError
+
+    def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
+        """Decide about a module that has run; return another result for it, if there is one.
+
+        torch passes neither keywords nor a result where the module raised.
+        """
         if threading.get_ident() != self._thread or not self._running:
-            return
+            return None
         if self._running[-1].module is not module:
-            return
-        running = self._running.pop()
-        if module in self._light or not self._may_run_again(module):
-            return
-        if self._is_heavy(running, args, kwargs, output):
-            self.heavy.add(module)
-        else:
-            self.heavy.discard(module)
-            self._light.add(module)
+            return None
+        return self._decide(self._running.pop(), args, kwargs, output)
 
-    def _is_heavy(self, running: _RunningModule, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether a call saved much, and a second run of it gives the same."""
-        results = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor)]
-        inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    def _decide(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> Any:
+        raise NotImplementedError
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Count a tensor that is saved; keep nothing."""
+        self._count(tensor)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return a saved tensor."""
+        raise RuntimeError("the model runs a backward in its forward")
+
+    def saves_much(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> bool:
+        """Whether a call saved more than MOST times its inputs and its result."""
+        results = _tensors_in(output)
         saved = sum(nbytes for _, nbytes in running.saved.values())
         # a router's result is small, and so are its saved tensors
-        largest = max(nbytes_of(filter(_is_dense, tensors)) for tensors in (results, inputs))
-        if not results or saved <= MOST * largest:
-            return False
+        largest = max(
+            nbytes_of(filter(_is_dense, tensors))
+            for tensors in (results, _tensors_in((args, kwargs)))
+        )
+        return bool(results) and saved > MOST * largest
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Observe nothing inside."""
         thread = self._thread
         self._thread = None
-        is_repeated = _repeats(results, running, args, kwargs)
-        self._thread = thread
-        return is_repeated
+        try:
+            yield
+        finally:
+            self._thread = thread
 
-    def _may_run_again(self, module: nn.Module) -> bool:
+    def may_run_again(self, module: nn.Module) -> bool:
         """Whether a module is no layer of torch's, holds no block, and looks at no pictures."""
-        if type(module).__module__.startswith(("torch.", "fusedckpt.")) or not has_matrix(module):
+        if not is_own(module):
             return False
         blocks = (part in self._swapped and has_matrix(part) for part in module.modules())
         return not any(blocks) and not any(isinstance(m, _NOT_RERUN) for m in module.modules())
 
     def _count(self, tensor: Tensor) -> None:
-        """Add a saved tensor to the innermost module with weights; keep nothing."""
+        """Add a saved tensor to the innermost module with weights."""
         if threading.get_ident() != self._thread or not _is_dense(tensor):
             return
         if any(running.module in self._swapped for running in self._running):
@@ -158,7 +180,7 @@ class _RunObserver:
             # a weak reference keeps the address from being used for another storage
             running.saved[key] = StorageWeakRef(storage), storage.nbytes()
 
-    def _innermost(self) -> _RunningModule | None:
+    def _innermost(self) -> RunningModule | None:
         # a module without weights exists for the call alone
         with_weights = (r for r in reversed(self._running) if has_matrix(r.module))
         return next(with_weights, None)
@@ -171,14 +193,92 @@ class _RunObserver:
             self.kinds.setdefault(running.module, set()).add(kind)
 
 
-class _RunningModule(NamedTuple):
+class _CopyObserver(RunObserver):
+    """Observes a run of a copy of the model."""
+
+    def __init__(self, swapped: Collection[nn.Module]) -> None:
+        super().__init__(swapped)
+        # modules whose own operations save much
+        self.heavy: set[nn.Module] = set()
+        # modules whose operations do not, or that do not give the same in a second run
+        self._light: set[nn.Module] = set()
+
+    def run(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Run a model on a batch."""
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        with undisturbed(device), self.watching(model):
+            model(*args, **kwargs)
+
+    def _asks(self, module: nn.Module) -> bool:
+        return module not in self._light and self.may_run_again(module)
+
+    def _decide(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> None:
+        module, _, before = running
+        if before is None:
+            return
+        if self._is_heavy(running, before, args, kwargs, output):
+            self.heavy.add(module)
+        else:
+            self.heavy.discard(module)
+            self._light.add(module)
+
+    def _is_heavy(
+        self, running: RunningModule, before: Before, args: Any, kwargs: Any, output: Any
+    ) -> bool:
+        """Whether a call saved much, and a second run of it gives the same."""
+        if not self.saves_much(running, args, kwargs, output):
+            return False
+        module = running.module
+        with self.unobserved():
+            try:
+                with before.restored(), torch.no_grad():
+                    again = type(module).forward(module, *args, **kwargs)
+            except Exception:  # arbitrary code of others
+                return False
+        return repeat_alike(again, output)
+
+
+class RunningModule(NamedTuple):
     """A module that runs."""
 
     module: nn.Module
-    # the state of the random numbers before it ran
-    random_state: Tensor
     # the tensors that its own operations save, by storage: a weak reference, and bytes
     saved: dict[int, tuple[StorageWeakRef, int]]
+    # the state before it ran, where it is to be decided of it
+    before: Before | None
+
+
+class Before:
+    """The state before a call of a module."""
+
+    def __init__(self, module: nn.Module, args: Sequence[Any]):
+        self._module = module
+        self._state = CallState(module, args)
+        self._random = rng.RandomStates(rng.everywhere())
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Bring the state back meanwhile, after the call; a run inside changes none of it."""
+        self._state.end()
+        with self._random.restored(), self._state.restored():
+            for module in self._module.modules():
+                # they are put back with the others; kernels may write them uncounted
+                buffers = {n: _copied(module, b) for n, b in module._buffers.items()}
+                module._buffers.update(buffers)
+            yield
+
+
+def _copied(module: nn.Module, buffer: Tensor | None) -> Tensor | None:
+    """Return a copy of a buffer of statistics, or of a small one; another one as it is."""
+    is_statistic = type(module).__module__.startswith("torch.")
+    if buffer is None or not (is_statistic or buffer.nbytes <= SMALL):
+        return buffer
+    return buffer.detach().clone()
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether a module with a weight is of no class of torch's or ours."""
+    return not type(module).__module__.startswith(("torch.", "fusedckpt.")) and has_matrix(module)
 
 
 def has_matrix(module: nn.Module) -> bool:
@@ -186,33 +286,18 @@ def has_matrix(module: nn.Module) -> bool:
     return any(p.dim() > 1 for p in module.parameters())
 
 
-def _refuse_backward(_: Any) -> Tensor:
-    raise RuntimeError("the model runs a backward in its forward")
-
-
 def _is_dense(tensor: Tensor) -> bool:
     return is_plain(type(tensor)) and tensor.layout == torch.strided and not tensor.is_nested
 
 
-def _repeats(results: list[Tensor], running: _RunningModule, args: Any, kwargs: Any) -> bool:
-    """Whether a second run of a module gives these results."""
-    rng.CPU.write(running.random_state)
-    module = running.module
-    try:
-        with torch.no_grad():
-            leaves = pytree.tree_leaves(type(module).forward(module, *args, **kwargs))
-    except Exception:  # arbitrary code of others
-        return False
-    again = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return len(again) == len(results) and all(
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def repeat_alike(again: Any, before: Any) -> bool:
+    """Whether the results of two runs of a module are the same tensors, up to rounding."""
+    pairs = zip(_tensors_in(again), _tensors_in(before), strict=False)
+    return len(_tensors_in(again)) == len(_tensors_in(before)) and all(
         a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True)
-        for a, b in zip(again, results, strict=True)
+        for a, b in pairs
     )
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, Tensor):
-        return (batch,), {}
-    return tuple(batch), {}

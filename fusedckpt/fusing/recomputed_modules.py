@@ -92,7 +92,7 @@ class Recomputed(Swapped):
         tensors = [value for value in objects_in([*values]) if isinstance(value, Tensor)]
         if not needs_gradient(self, tensors):
             return forward(*args, **kwargs)
-        obstacle = self._obstacle(values)
+        obstacle = repeat_obstacle(self, values)
         options = _options_of(self, kwargs)
         little_gain: _LittleGain | None = self.__dict__.get(LITTLE_GAIN)
         if obstacle is None and little_gain is not None and little_gain[:2] == (options, x.shape):
@@ -121,25 +121,6 @@ class Recomputed(Swapped):
             return not torch.is_grad_enabled() or dispatch.is_recorded(x)
         level = levels.override.level or self._fusedckpt_save
         return not self.training or level != "inputs" or _saves_nothing(x)
-
-    def _obstacle(self, values: tuple[Any, ...]) -> NotFused | None:
-        """Return why a call with these arguments cannot be made twice."""
-        if private.num_function_modes() and tracker.has_foreign_modes():
-            # backward may run outside of the mode
-            return NotFused("mode")
-        if self._fusedckpt_match is not None:
-            return self._mlp_obstacle(self._fusedckpt_match, values)
-        for value in values:
-            for part in objects_in(value) if type(value) not in ATOMS else ():
-                is_known = isinstance(part, Tensor) or is_noted(part)
-                if not is_known and type(part).__name__ not in _CONSTANT:
-                    key = "module" if isinstance(part, nn.Module) else "cache"
-                    return NotFused(key, type(part).__name__)
-        hooked = (
-            name for name, layer in self.named_modules() if name and dispatch.has_hooks(layer)
-        )
-        name = next(hooked, None)
-        return None if name is None else NotFused("hooked", name)
 
     def _mlp_obstacle(self, match: MLPMatch, values: tuple[Any, ...]) -> NotFused | None:
         if len(values) != 1 or not isinstance(values[0], Tensor):
@@ -182,6 +163,25 @@ class Recomputed(Swapped):
         samples = segment.samples
         is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
         return NotFused("again", NAME) if is_large else NotFused("unseen")
+
+
+def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | None:
+    """Return why a call of a module with these arguments cannot be made twice, None if it can."""
+    if private.num_function_modes() and tracker.has_foreign_modes():
+        # backward may run outside of the mode
+        return NotFused("mode")
+    match = getattr(module, "_fusedckpt_match", None)
+    if match is not None and isinstance(module, Recomputed):
+        return module._mlp_obstacle(match, values)
+    for value in values:
+        for part in objects_in(value) if type(value) not in ATOMS else ():
+            is_known = isinstance(part, Tensor) or is_noted(part)
+            if not is_known and type(part).__name__ not in _CONSTANT:
+                key = "module" if isinstance(part, nn.Module) else "cache"
+                return NotFused(key, type(part).__name__)
+    hooked = (name for name, layer in module.named_modules() if name and dispatch.has_hooks(layer))
+    name = next(hooked, None)
+    return None if name is None else NotFused("hooked", name)
 
 
 def _recipe_of_output(

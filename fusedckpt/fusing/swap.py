@@ -71,6 +71,18 @@ class Swap:
         match = attributes.get("_fusedckpt_match")
         if match is not None:
             attributes = {**attributes, "_fusedckpt_reader": match.reader()}
+        before: Original | None = module.__dict__.get(MARK)
+        if before is None:
+            before = Original(type(module), (), {})
         module.__dict__.update(attributes)
-        module.__dict__[MARK] = Original(type(module), tuple(attributes), self.parts)
+        names = (*before.attributes, *attributes)
+        module.__dict__[MARK] = Original(before.kind, names, {**before.parts, **self.parts})
         module.__class__ = self.new_class
+
+
+def undo(module: nn.Module) -> None:
+    """Give a swapped module its class back."""
+    original: Original = module.__dict__.pop(MARK)
+    for attribute in original.attributes:
+        module.__dict__.pop(attribute, None)
+    module.__class__ = original.kind

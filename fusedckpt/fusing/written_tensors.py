@@ -21,7 +21,7 @@ from fusedckpt.checkpointing.calls import Argument, storage_of
 from fusedckpt.fusing.code_names import names_in_forward
 
 # bytes of a tensor that is copied for one call in any case
-_SMALL = 1 << 16
+SMALL = 1 << 16
 # not in every torch: then a buffer that is written with its own values is an error, too
 _hash: Any = getattr(torch, "hash_tensor", None)
 # for each tensor True if a forward writes it, else its version and digest
@@ -60,10 +60,10 @@ class WrittenTensors:
         self._digests: dict[int, Tensor | None] = {}
         for member in members:
             if member.is_buffer:
-                is_small = member.tensor.nbytes <= _SMALL
+                is_small = member.tensor.nbytes <= SMALL
                 self._copy_if_written(member.tensor, is_small or _writes(type(member.module)))
         for tensor, _ in others:
-            self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= _SMALL)
+            self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= SMALL)
 
     def _copy_if_written(self, tensor: Tensor, is_likely: bool) -> None:
         """Copy a tensor that the forward writes, or, where that is not known, is likely to."""
@@ -125,7 +125,7 @@ class WrittenTensors:
 
 def is_constant(buffer: Tensor) -> bool:
     """Whether no forward has written a buffer that is large; small ones kernels write uncounted."""
-    return buffer.nbytes > _SMALL and type(_KNOWN.get(buffer)) is tuple
+    return buffer.nbytes > SMALL and type(_KNOWN.get(buffer)) is tuple
 
 
 def _digest(tensor: Tensor) -> Tensor | None:

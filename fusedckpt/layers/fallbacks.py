@@ -49,6 +49,38 @@ WORDS = {
         "its {} would save more than four times its result, and runs again in backward",
         "skip it, or set its dropout to 0 if it has one",
     ),
+    "waits": (
+        "it waits for its first training call, which shows whether it saves much",
+        "train a step, or fuse(model, batch=...)",
+    ),
+    "unseen call": (
+        "its last training call could not be looked into: {}",
+        "call it once without, or fuse(model, batch=...)",
+    ),
+    "in checkpoint": (
+        "its first training call was inside a checkpoint, which runs it again anyway",
+        "none is needed there; without the checkpoint, call fuse again",
+    ),
+    "twice": (
+        "it saves much, and a second run of it in the first step gave another result",
+        "let its forward give the same twice",
+    ),
+    "second": (
+        "it saves much, and a second run of it in the first step raised a {}",
+        "let its forward run twice",
+    ),
+    "memory": (
+        "it saves much, and there was no memory for a second run of it in the first step",
+        "fuse(model, batch=...) with a small batch",
+    ),
+    "collective": (
+        "it saves much, and holds a {}, whose collectives would run twice",
+        "fuse(model, batch=...) before sharding",
+    ),
+    "ranks": (
+        "it saves much on some ranks alone in the first step",
+        "fuse(model, batch=...) with one batch",
+    ),
     "around": (
         "its attention is written beside an MLP that is fused, in one forward",
         f"move attention to a module of its own, or {_CHECKPOINT}",

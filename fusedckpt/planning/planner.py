@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments
+from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
 from fusedckpt.planning.measure import measure_chain
@@ -161,6 +162,9 @@ def plan(
             progress=progress,
         )
         _check_gradients(goal)
+        if ranks is None:
+            # else this rank would swap what others do not
+            learn_from(model, args, kwargs)
         names = unit_names(model, policy, units)
         step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="plan")
         reseed = rng.RandomStates(rng.everywhere()).restore

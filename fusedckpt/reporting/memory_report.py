@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from fusedckpt.allocations import profiled
 from fusedckpt.autograd.tracker import choices
 from fusedckpt.checkpointing import offload
+from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
 from fusedckpt.memory import (
     SavedStorage,
@@ -208,6 +209,7 @@ def report(
     args, kwargs = replayable((args, kwargs))
     optimizers = optimizers_of("report", optimizer)
     check_step("report", model, loss, optimizers, inputs=(args, kwargs))
+    learn_from(model, args, kwargs)
     parts = nn.ModuleList([model, loss]) if isinstance(loss, nn.Module) else model
     step = Step(model, args, kwargs, loss or default_loss, optimizers)
     if parallel is not None:

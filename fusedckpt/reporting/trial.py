@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fusedckpt.autograd.private import storage_key
 from fusedckpt.autograd.private_sharding import fsdp_parameters, unsharded_of
 from fusedckpt.checkpointing.written_buffers import is_state
+from fusedckpt.fusing.first_step import on_trial
 from fusedckpt.memory import strided
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (
@@ -73,7 +74,7 @@ def trial(
     trained = [parameter for group in groups for parameter in group["params"]]
     leaves = [tensor for tensor in tensors_of(inputs) if isinstance(tensor, nn.Parameter)]
     parameters = [*model.parameters(), *trained, *leaves]
-    with torch.inference_mode(False), ExitStack() as undo:
+    with torch.inference_mode(False), on_trial(), ExitStack() as undo:
         watched: list[tuple[str, nn.Parameter, int]] = []
         # undone in reverse: this raises once all else is put back
         undo.callback(_check_unwritten, watched)

@@ -1,0 +1,541 @@
+"""Look into the first training step of a model for modules that are better run again in backward.
+
+Their code does not show them: a scan in a loop of its own, attention in a helper that a table
+chooses. `fuse(model, batch=...)` finds them in a copy that runs; without a batch they wait, and the
+first training call shows them. The step is the user's own, observed:
+
+    model(x)                    its class has a forward of ours until then, see `Waits`
+      a module that waits       its saved tensors are counted while it runs
+      it saved much             it runs once more, as it will from now on, in the state before its
+                                first run; if the results are the same, the second result is the
+                                one that the step goes on with, and the first one's graph is freed
+      it did not                it stays as it is
+
+So loss, gradients, random states and buffers are those of a step without, and the step saves less
+already. The second runs take the memory of one module at a time. What a module writes in its second
+run is undone; a module of which that cannot be said stays, and the report names it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fusedckpt.autograd import dispatch, phases, private, private_sharding, tracker
+from fusedckpt.autograd.private import pytree
+from fusedckpt.fusing.call_state import is_noted
+from fusedckpt.fusing.fuse_report import WAITS, FuseReport, join_names
+from fusedckpt.fusing.match_mixers import recomputing_swap
+from fusedckpt.fusing.mixers_in_run import (
+    Before,
+    RunningModule,
+    RunObserver,
+    has_matrix,
+    is_own,
+    mixers_in_run,
+    repeat_alike,
+)
+from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, Recomputed, repeat_obstacle
+from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.swap import MARK, Original, Swap, undo
+from fusedckpt.layers import fallbacks
+from fusedckpt.layers.fallbacks import NotFused
+
+# reasons that a second run gives although it is taken
+_INFORMING = "again", "unseen"
+
+
+@dataclass(eq=False)
+class Waiting:
+    """The modules of a model that wait for their first training call."""
+
+    # the level of the call of `fuse`
+    save: str
+    # tells what is found
+    report: FuseReport
+    # the names of the modules, in order
+    names: dict[str, None]
+    # why the last training call was not looked into, "" if none was made
+    obstacle: str = ""
+
+
+class PlaceInModel(NamedTuple):
+    """What a module that waits, or the model around, has in its attribute `WAITS`."""
+
+    waiting: Waiting
+    # its name in the model
+    name: str
+
+
+# the observer of the step that runs
+_observer: ContextVar[_StepObserver | None] = ContextVar("fusedckpt_first_step", default=None)
+# whether steps are trials, which leave no trace
+_on_trial: ContextVar[bool] = ContextVar("fusedckpt_on_trial", default=False)
+
+
+class Waits(nn.Module):
+    """Forward of a model, or of a module that waits: the first training call is looked into."""
+
+    # a Trainer looks a model up by the name of its class
+    _fusedckpt_prefix = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keep the signature of the class's own forward."""
+        super().__init_subclass__(**kwargs)
+        ours, original = made_of(cls) or (nn.Module, nn.Module)
+        if ours is not Waits:
+            return
+
+        # by its class, as other code may keep this function when the module waits no more
+        @functools.wraps(original.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(original.forward, self)
+            if torch.compiler.is_compiling() or WAITS not in vars(self):
+                return run(*args, **kwargs)
+            return _call(self, run, args, kwargs)
+
+        cls.forward = forward
+
+
+def find_waiting(model: nn.Module, search: Search, former: Collection[str] = ()) -> None:
+    """Let the modules wait of which only a run can say whether they save much.
+
+    former: names of modules that waited before.
+    """
+    undecided = {name: search.has(name, "attention") for name in _names_of_undecided(search)}
+    names = {name: None for name, is_asked in undecided.items() if is_asked or name in former}
+    if not names:
+        return
+    waiting = Waiting(search.save, search.report, names)
+    inside = set[nn.Module]()
+    for name, module in search.modules.items():
+        if module not in inside and name in names:
+            inside.update(module.modules())
+            _wait(module, PlaceInModel(waiting, name), search)
+    for name, module in _called_as_wholes("", model):
+        if name not in names:
+            _wait(module, PlaceInModel(waiting, name), search)
+
+
+def _names_of_undecided(search: Search) -> Iterator[str]:
+    """Yield the names of modules of other code, outside of those that are swapped."""
+    if search.save != "inputs":
+        return
+    taken = {module for module, _ in search.swaps}
+    taken.update(module for module in search.modules.values() if MARK in vars(module))
+    # blocks; layers that share a recipe, and models with recipes, may hold more
+    kinds = {module: type(module) for module in search.modules.values() if _has_parts(module)}
+    kinds.update((module, swap.new_class) for module, swap in search.swaps if swap.parts)
+    inside = {*search.inside}
+    for module, kind in kinds.items():
+        inside.update(module.modules() if issubclass(kind, Recomputed) else [module])
+    for name, module in search.modules.items():
+        if not name or module in inside or module in taken or not is_own(module):
+            continue
+        if not any(part in inside and has_matrix(part) for part in module.modules()):
+            yield name
+
+
+def _called_as_wholes(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model, of a list or dict of models each of them."""
+    if type(module).forward is not nn.Module.forward:
+        yield name, module
+        return
+    for key, child in module.named_children():
+        yield from _called_as_wholes(join_names(name, key), child)
+
+
+def _wait(module: nn.Module, place: PlaceInModel, search: Search) -> None:
+    """Add the swap by which a module waits, to another one that it may have."""
+    for index, (swapped, swap) in enumerate(search.swaps):
+        if swapped is module:
+            new_class = subclass(Waits, swap.new_class)
+            attributes = {**swap.attributes, WAITS: place}
+            search.swaps[index] = module, replace(swap, new_class=new_class, attributes=attributes)
+            return
+    search.swaps.append((module, Swap("waits", "", subclass(Waits, type(module)), {WAITS: place})))
+
+
+def stop_waiting(module: nn.Module) -> PlaceInModel | None:
+    """Give a module that waits its class back; return its place, None if it does not wait."""
+    place: PlaceInModel | None = vars(module).pop(WAITS, None)
+    if place is None:
+        return None
+    original: Original = vars(module)[MARK]
+    made = made_of(type(module))
+    if made is not None and made[0] is Waits:
+        module.__class__ = made[1]
+    # else sharding made a class of it, whose forward is now the original one
+    attributes = tuple(name for name in original.attributes if name != WAITS)
+    if attributes or original.parts:
+        vars(module)[MARK] = original._replace(attributes=attributes)
+    else:
+        del vars(module)[MARK]
+    return place
+
+
+@contextmanager
+def stopped_waiting(model: nn.Module) -> Iterator[list[str]]:
+    """Let no module of a model wait; on an error inside they wait as before. Yield their names."""
+    before = [
+        (m, type(m), vars(m)[WAITS], vars(m)[MARK]) for m in model.modules() if WAITS in vars(m)
+    ]
+    for module, *_ in before:
+        stop_waiting(module)
+    try:
+        yield [name for _, _, place, _ in before for name in place.waiting.names]
+    except BaseException:
+        for module, kind, place, original in before:
+            module.__class__ = kind
+            vars(module).update({WAITS: place, MARK: original})
+        raise
+
+
+def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
+    """Look into a call of a model that waits without a step: a copy runs on these arguments."""
+    places = [(m, vars(m)[WAITS]) for m in model.modules() if WAITS in vars(m)]
+    is_sharded = any(map(private_sharding.is_fsdp_module, model.modules()))
+    if not (places and model.training) or is_sharded or _obstacle(model, args) is not None:
+        return
+    names = {module: name for name, module in model.named_modules()}
+    with on_trial():
+        args, kwargs = _copied((args, kwargs))
+        found = mixers_in_run(model, args, kwargs, _swapped_in(model))
+    if isinstance(found, str):
+        for _, place in places:
+            place.waiting.obstacle = found
+        return
+    for top, place in places:
+        for module, full_name in _undecided_in(top, place).items():
+            kinds = found.get(names[module])
+            swap = None if kinds is None else recomputing_swap(module, kinds, place.waiting.save)
+            if isinstance(swap, Swap):
+                stop_waiting(module)
+                swap.apply(module)
+                place.waiting.report.swap(full_name, swap.parts[""])
+            elif swap is not None:
+                name = type(module).__name__
+                place.waiting.report.leave(full_name, "attention", swap, name)
+            place.waiting.names.pop(full_name, None)
+        stop_waiting(top)
+
+
+def _copied(inputs: Any) -> Any:
+    """Return arguments with copies of their tensors, which a run may write."""
+
+    def copied(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(copied, inputs)
+
+
+def _undecided_in(top: nn.Module, place: PlaceInModel) -> dict[nn.Module, str]:
+    """Return the modules that wait in a module with this place, and their names in the model."""
+    return {
+        module: full_name
+        for name, module in top.named_modules()
+        if (full_name := join_names(place.name, name)) in place.waiting.names
+    }
+
+
+def _swapped_in(model: nn.Module) -> set[nn.Module]:
+    """Return the modules that are swapped, and save little; a layer that shares may save much."""
+    return {module for module in model.modules() if _has_parts(module)}
+
+
+def _has_parts(module: nn.Module) -> bool:
+    original: Original | None = vars(module).get(MARK)
+    return original is not None and bool(original.parts)
+
+
+@contextmanager
+def on_trial() -> Iterator[None]:
+    """Look into no step inside."""
+    token = _on_trial.set(True)
+    try:
+        yield
+    finally:
+        _on_trial.reset(token)
+
+
+def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run a module that waits, and look into this call if it is a plain training call."""
+    place: PlaceInModel = vars(module)[WAITS]
+    if _observer.get() is not None or not (module.training and torch.is_grad_enabled()):
+        return run(*args, **kwargs)
+    ranks = private_sharding.ranks_of(module)
+    obstacle = _obstacle(module, args)
+    if obstacle is None:
+        is_empty = _is_empty((args, kwargs))
+        # what one rank has no rows for, others have
+        if is_empty and ranks is None:
+            return run(*args, **kwargs)
+    else:
+        place.waiting.obstacle = obstacle
+        return run(*args, **kwargs)
+    observer = _StepObserver(module, place)
+    if is_empty:
+        y = run(*args, **kwargs)
+    else:
+        with observer.observing():
+            y = observer.run(run, args, kwargs)
+    if ranks is not None:
+        observer.agree(ranks)
+    observer.end()
+    return y
+
+
+def _obstacle(module: nn.Module, args: Any) -> str | None:
+    """Return why a training call cannot be looked into, None if it can."""
+    if _on_trial.get() or getattr(module, "_is_replica", False):
+        return "it was a trial, or ran on a replica"
+    if private.are_transforms_active() or dispatch.is_recorded(args[0] if args else None):
+        return "it was traced or transformed"
+    if private.num_dispatch_modes() or (
+        private.num_function_modes() and tracker.has_foreign_modes()
+    ):
+        return "a mode of other code was active"
+    if phases.current() is not None:
+        return "it was inside a checkpoint"
+    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
+        return "saved-tensor hooks of other code were active"
+    if any(p.is_meta for p in module.parameters()):
+        return "its parameters have no memory"
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return "a CUDA graph was captured"
+    return None
+
+
+def _is_empty(inputs: Any) -> bool:
+    """Whether there is nothing to see, as in a batch of which a rank got no rows."""
+    tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return bool(tensors) and not any(tensor.numel() for tensor in tensors)
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd saves in the step that is observed."""
+
+    tensor: Tensor
+    version: int
+
+
+class _SecondRun(NamedTuple):
+    """A second run of a module, whose result the step goes on with."""
+
+    output: Any
+
+
+# how ranks say what they decided of a module
+_TAKEN, _LEFT = 1, 2
+
+
+def _code(decided: Swap | NotFused | None) -> int:
+    return _TAKEN if isinstance(decided, Swap) else _LEFT
+
+
+def _obstacle_of(module: nn.Module, args: Any, kwargs: Any) -> NotFused | None:
+    """Return why a module is not run a second time, None if it may be."""
+    for inner in module.modules():
+        if isinstance(inner, nn.SyncBatchNorm) or private_sharding.is_fsdp_module(inner):
+            return NotFused("collective", type(inner).__name__)
+    container = next(filter(is_noted, kwargs.values()), None)
+    if container is not None:
+        return NotFused("cache", type(container).__name__)
+    return repeat_obstacle(module, (*args, *kwargs.values()))
+
+
+class _StepObserver(RunObserver):
+    """Observes a training step of a model, and swaps the modules that save much."""
+
+    # fused layers may write over tensors that go through these hooks
+    only_counts = True
+
+    def __init__(self, top: nn.Module, place: PlaceInModel):
+        self._top = top
+        self._waiting = place.waiting
+        self._report = place.waiting.report
+        self._is_gathered = any(map(private_sharding.is_fsdp2_module, top.modules()))
+        # by module, the names of those that may be swapped
+        self._names = _undecided_in(top, place)
+        super().__init__(_swapped_in(top))
+        # the modules of which it is decided, and the swap, or why there is none
+        self._decided: dict[nn.Module, Swap | NotFused | None] = {}
+        # tensors for a hook around, which counts; a graph that is freed does not count
+        hooks = private.top_hooks()
+        self._outer: Callable[[Tensor], Any] | None = None if hooks is None else hooks[0]
+        self._held: list[Tensor] = []
+        # by running module, how many were held before
+        self._num_held: list[int] = []
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Observe the step that runs inside."""
+        token = _observer.set(self)
+        try:
+            with self.watching(self._top):
+                yield
+        finally:
+            _observer.reset(token)
+        if self._outer is not None:
+            for tensor in self._held:
+                self._outer(tensor)
+
+    def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the forward of the module that is called."""
+        self.enter(self._top, args)
+        y = forward(*args, **kwargs)
+        again = self.leave(self._top, args, kwargs, y)
+        return y if again is None else again
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Count a tensor that is saved, and save it."""
+        self._count(tensor)
+        if self._outer is not None:
+            self._held.append(tensor)
+        # an output as it is would hold its own node
+        return _Saved(tensor.detach(), tensor._version)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Return a saved tensor; torch checks no version where there are hooks."""
+        now = packed.tensor._version
+        if now != packed.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{packed.tensor.type()} {[*packed.tensor.shape]}] is at "
+                f"version {now}; expected version {packed.version} instead"
+            )
+        return packed.tensor
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Note that a module begins to run, and how many tensors were saved before."""
+        super().enter(module, args)
+        if self._running and self._running[-1].module is module:
+            self._num_held.append(len(self._held))
+
+    def _asks(self, module: nn.Module) -> bool:
+        if module not in self._names or module in self._decided:
+            return False
+        if not (module.training and torch.is_grad_enabled()):
+            return False
+        if phases.current() is not None:
+            self._leave_as_it_is(module, NotFused("in checkpoint"))
+            return False
+        return True
+
+    def _decide(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> Any:
+        module = running.module
+        before = running.before
+        first = self._num_held.pop()
+        if before is None or output is None:
+            return None
+        kinds = frozenset(self.kinds.get(module, ()))
+        is_large = self.may_run_again(module) and self.saves_much(running, args, kwargs, output)
+        # of several, one inside another, it is the innermost
+        is_around = any(
+            m in self._decided and self._decided[m] is not None for m in module.modules()
+        )
+        if is_around or not (kinds or is_large):
+            self._decided[module] = None
+            return None
+        swap = recomputing_swap(module, kinds, self._waiting.save, self._is_gathered)
+        obstacle = swap if isinstance(swap, NotFused) else _obstacle_of(module, args, kwargs)
+        if obstacle is not None or isinstance(swap, NotFused):
+            assert obstacle is not None
+            self._leave_as_it_is(module, obstacle)
+            return None
+        last = len(self._held)
+        again = self._second_run(module, swap, before, args, kwargs, output)
+        if isinstance(again, NotFused):
+            del self._held[last:]
+            self._leave_as_it_is(module, again)
+            return None
+        self._take(module, swap)
+        del self._held[first:last]
+        return again.output
+
+    def _leave_as_it_is(self, module: nn.Module, reason: NotFused) -> None:
+        self._decided[module] = reason
+        self._report.leave(self._names[module], "attention", reason, type(module).__name__)
+
+    def _take(self, module: nn.Module, swap: Swap) -> None:
+        self._decided[module] = swap
+        self._swapped = {*self._swapped, module}
+        self._report.swap(self._names[module], swap.parts[""])
+
+    def _second_run(
+        self,
+        module: nn.Module,
+        swap: Swap,
+        before: Before,
+        args: Any,
+        kwargs: Any,
+        output: Any,
+    ) -> _SecondRun | NotFused:
+        """Run a module as it will run from now on; the module is swapped if the result is equal."""
+        stop_waiting(module)
+        try:
+            with self.unobserved(), before.restored():
+                # as it was when it was called
+                stop_waiting(module)
+                swap.apply(module)
+                again: Any = module.forward(*args, **kwargs)
+                notes = {key: vars(module).get(key) for key in (LITTLE_GAIN, fallbacks.NOTE)}
+        except torch.OutOfMemoryError:
+            return NotFused("memory")
+        except Exception as error:  # arbitrary code of others
+            return NotFused("second", type(error).__name__)
+        note = notes.pop(fallbacks.NOTE)
+        if note is not None and note[0] not in _INFORMING:
+            return NotFused(*note)
+        if not repeat_alike(again, output):
+            return NotFused("twice")
+        swap.apply(module)
+        vars(module).update(notes)
+        if note is not None:
+            fallbacks.note_fallback(module, note)
+        return _SecondRun(again)
+
+    def agree(self, ranks: private_sharding.Ranks) -> None:
+        """Decide as all ranks do: one that leaves a module leaves it on all of them."""
+        names = [*self._names.items()]
+        mine = [
+            _code(self._decided.get(module)) if module in self._decided else 0
+            for module, _ in names
+        ]
+        for (module, _), code in zip(names, ranks.most(mine), strict=True):
+            decided = self._decided.get(module)
+            if code == _LEFT and isinstance(decided, Swap):
+                undo(module)
+                self._leave_as_it_is(module, NotFused("ranks"))
+            elif code == _TAKEN and decided is None:
+                kinds = frozenset[str]()
+                swap = recomputing_swap(module, kinds, self._waiting.save)
+                if isinstance(swap, Swap):
+                    stop_waiting(module)
+                    swap.apply(module)
+                    self._take(module, swap)
+
+    def end(self) -> None:
+        """End the waiting of the modules that were called."""
+        waiting = self._waiting
+        inside = {inner for module in self._decided for inner in module.modules()}
+        for module, name in self._names.items():
+            if module in inside:
+                waiting.names.pop(name, None)
+                stop_waiting(module)
+        stop_waiting(self._top)
+        num_taken = sum(isinstance(decided, Swap) for decided in self._decided.values())
+        note = f"looked into the first training call: {num_taken} modules run again in backward"
+        if num_taken or not any("first training call" in x for x in self._report.notes):
+            self._report.notes.append(note)
+        waiting.obstacle = ""

@@ -1,0 +1,396 @@
+"""fuse: modules that the first training step shows to save much run again in backward."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+import random
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, randn, run_ranks, saved_bytes
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fusedckpt
+from fusedckpt import fuse, unfuse
+from fusedckpt.memory import peak_bytes, saved_tensors
+
+D, T = 16, 12
+
+
+class Scan(nn.Module):
+    """A scan in a loop of its own, which no function marks."""
+
+    noise = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.drop = nn.Linear(D, D), nn.Dropout(0.2)
+
+    def forward(self, x):
+        gate, state = self.gate(x).sigmoid(), torch.zeros_like(x[:, 0])
+        states = []
+        for step in range(x.shape[1]):
+            state = gate[:, step] * state + (1 - gate[:, step]) * x[:, step].sin()
+            states.append(self.drop(state).tanh())
+        return torch.stack(states, 1)
+
+
+class Noting(Scan):
+    """Draws from all generators, and writes state of each kind."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls, self.seen = nn.BatchNorm1d(D), 0, []
+        self.register_buffer("mean", torch.zeros(D))
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean((0, 1)), 0.1)
+        x = x * (np.random.rand() + random.random()) + self.mean
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Counting(Scan):
+    """Gives something else each time."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 0.1 * next(TICKS))
+
+
+TICKS = itertools.count()
+
+
+class Late(nn.Module):
+    """Attention in a function that its code does not name."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        y = getattr(F, "scaled_dot_product" + "_attention")(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(D), kind()
+        self.mlp = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+
+    def forward(self, x):
+        x = x + self.mixer(self.norm(x))
+        return x + self.mlp(x)
+
+
+def build(kind, count=2):
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(kind) for _ in range(count))).to(DEVICE)
+
+
+def seed():
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+def step(model, x):
+    """Return what a step gives and leaves: result, gradients, buffers and next random numbers."""
+    y = model(x)
+    grads = torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])
+    drawn = [torch.rand(2), torch.tensor([random.random(), np.random.rand()])]
+    return [y.detach(), *grads, *(b.clone() for b in model.buffers()), *drawn]
+
+
+KINDS = Scan, Noting, Late
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
+    eager, x = build(kind), randn(2, T, D)
+    fused, by_batch = copy.deepcopy(eager), copy.deepcopy(eager)
+    report = fuse(fused)
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert f"undecided 2 x {kind.__name__}: it waits for its first training call" in str(report)
+    fuse(by_batch, batch=x)
+    changes = {n: c for n, c in report.swapped.items() if n.endswith("mixer")}
+    assert changes == {}
+    for _ in range(3):
+        seed()
+        expected = step(eager, x)
+        seed()
+        torch.testing.assert_close(step(fused, x), expected)
+    assert report.undecided == {}
+    assert [n for n in report.swapped if n.endswith("mixer")] == ["0.mixer", "1.mixer"]
+    assert "looked into the first training call: 2 modules run again in backward" in str(report)
+    step(by_batch, x)
+    assert saved_bytes(fused, [x]) == saved_bytes(by_batch, [x]) < saved_bytes(eager, [x])
+    for ours, theirs in zip(fused.modules(), eager.modules(), strict=True):
+        assert getattr(ours, "calls", 0) == getattr(theirs, "calls", 0)
+        assert getattr(ours, "seen", ()) == getattr(theirs, "seen", ())
+    assert not nn.modules.module._has_any_global_hook()
+
+
+@pytest.mark.parametrize("kind", [Scan, Late])
+def test_the_first_step_saves_less_already(kind):
+    eager, x = build(kind, 4), randn(64, 4 * T, D)
+    fused = copy.deepcopy(eager)
+    fuse(fused)
+    with saved_tensors() as first:
+        y = fused(x * 1)
+    del y
+    assert first.nbytes == saved_bytes(fused, [x])
+    fresh = copy.deepcopy(eager)
+    fuse(fresh)
+    eager_peak = peak_bytes(lambda: eager(x).sum().backward())
+    assert peak_bytes(lambda: fresh(x).sum().backward()) < eager_peak
+
+
+def test_a_module_that_is_not_the_same_twice_stays(monkeypatch):
+    eager, x = build(Counting, 1), randn(2, T, D)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused)
+    monkeypatch.setattr(sys.modules[__name__], "TICKS", itertools.count())
+    seed()
+    expected = step(eager, x)
+    monkeypatch.setattr(sys.modules[__name__], "TICKS", itertools.count())
+    seed()
+    torch.testing.assert_close(step(fused, x), expected)
+    assert next(TICKS) == 2
+    assert report.left == {"0.mixer": ("twice", "")}
+    assert report.undecided == {}
+    step(fused, x)
+    assert type(fused[0].mixer) is Counting
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError])
+def test_a_second_run_that_fails_leaves_the_step_as_it_is(error, monkeypatch):
+    class Failing(Scan):
+        def forward(self, x):
+            if next(TICKS) == 1:
+                raise error("here")
+            return super().forward(x)
+
+    eager, x = build(Scan, 1), randn(2, T, D)
+    fused = build(Failing, 1)
+    report = fuse(fused)
+    monkeypatch.setattr(sys.modules[__name__], "TICKS", itertools.count())
+    seed()
+    expected = step(eager, x)
+    seed()
+    torch.testing.assert_close(step(fused, x), expected)
+    key = "memory" if error is torch.OutOfMemoryError else "second"
+    assert report.left["0.mixer"].key == key
+
+
+def test_an_error_of_the_model_is_its_own():
+    model, x = build(Scan), randn(2, T, D)
+    report = fuse(model)
+    # of a hook that raises
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ValueError, match="normalized_shape"):
+            model(randn(2, T, D + 1))
+    assert not nn.modules.module._has_any_global_hook()
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    step(model, x)
+    assert report.undecided == {}
+
+
+def test_a_write_over_a_saved_tensor_is_an_error_as_ever():
+    class Wrong(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(D, D)
+
+        def forward(self, x):
+            y = self.first(x).exp()
+            return y.mul_(2)
+
+    model = nn.Sequential(nn.LayerNorm(D), Wrong(), nn.Linear(D, D)).to(DEVICE)
+    assert fuse(model).undecided
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(randn(2, T, D)).sum().backward()
+
+
+@pytest.mark.parametrize("way", ["eval", "no_grad", "checkpoint", "hooks", "empty", "compile"])
+def test_other_calls_do_not_count(way):
+    model, x = build(Scan), randn(2, T, D)
+    report = fuse(model)
+    if way == "eval":
+        model.eval()(x)
+        model.train()
+    elif way == "no_grad":
+        with torch.no_grad():
+            model(x)
+    elif way == "checkpoint":
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+        assert {reason.key for reason in report.undecided.values()} == {"unseen call"}
+    elif way == "hooks":
+        with torch.autograd.graph.save_on_cpu():
+            model(x).sum().backward()
+        assert "saved-tensor hooks of other code" in str(report)
+    elif way == "empty":
+        model(x[:0]).sum().backward()
+    else:
+        graphs = []
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=lambda graph, _: graphs.append(1) or graph)
+        compiled(x).sum().backward()
+        assert len(graphs) == 1
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    step(model, x)
+    assert report.undecided == {}
+    assert "0.mixer" in report.swapped
+
+
+def test_a_module_in_a_checkpoint_needs_no_second_run():
+    class Checkpointed(Block):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, x = nn.Sequential(Checkpointed(Scan)).to(DEVICE), randn(2, T, D)
+    report = fuse(model)
+    step(model, x)
+    assert report.left == {"0.mixer": ("in checkpoint", "")}
+    assert type(model[0].mixer) is Scan
+
+
+def test_a_model_that_is_called_in_parts():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder, self.decoder = build(Scan, 1), build(Scan, 1)
+
+    model, x = Parts(), randn(2, T, D)
+    report = fuse(model)
+    step(model.encoder, x)
+    assert "encoder.0.mixer" in report.swapped
+    assert [*report.undecided] == ["decoder.0.mixer"]
+    step(model.decoder, x)
+    assert report.undecided == {}
+
+
+def test_copies_and_files_of_a_model_that_waits():
+    model, x = build(Scan), randn(2, T, D)
+    by_batch = build(Scan)
+    fuse(by_batch, batch=x)
+    taught = saved_bytes(by_batch, [x])
+    names = [*model.state_dict()]
+    report = fuse(model)
+    assert [*model.state_dict()] == names
+    assert type(model).__name__ == "Sequential"
+    assert isinstance(model[0].mixer, Scan)
+    for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
+        eager = build(Scan)
+        seed()
+        expected = step(eager, x)
+        seed()
+        torch.testing.assert_close(step(other, x), expected)
+        assert saved_bytes(other, [x]) == taught
+        unfuse(other)
+        assert [type(m) for m in other.modules()] == [type(m) for m in build(Scan).modules()]
+    # the first model is another one
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    unfuse(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in build(Scan).modules()]
+    assert report.undecided == {}
+
+
+def test_fuse_again_before_and_after_the_first_step():
+    model, x = build(Scan), randn(2, T, D)
+    fuse(model, only="0.*")
+    report = fuse(model, only="1.*")
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    with pytest.raises(ValueError, match="matches no norm"):
+        fuse(model, only="2.*")
+    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert fuse(model, recipes=True).undecided
+    step(model, x)
+    assert "0.mixer" in fuse(model).already
+    unfuse(model)
+    assert [type(m) for m in model.modules()] == [type(m) for m in build(Scan).modules()]
+
+
+def test_a_report_and_a_plan_teach_by_a_copy():
+    model, x = build(Noting), randn(2, T, D)
+    report = fuse(model)
+    before = copy.deepcopy([vars(m) for m in model.modules() if isinstance(m, Noting)])
+    seen = fusedckpt.report(model, x)
+    assert report.undecided == {}
+    assert "0.mixer" in report.swapped
+    assert seen.saved_bytes < fusedckpt.report(build(Noting), x).saved_bytes / 2
+    for module, attributes in zip(
+        (m for m in model.modules() if isinstance(m, Noting)), before, strict=True
+    ):
+        assert (module.calls, module.seen) == (0, [])
+        assert torch.equal(module.mean, attributes["_buffers"]["mean"])
+
+
+class Plain(Scan):
+    """Without a dropout, whose masks differ on ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop.p = 0.0
+
+
+class Short(Plain):
+    """One token is no scan."""
+
+    def forward(self, x):
+        return self.gate(x) if x.shape[1] == 1 else super().forward(x)
+
+
+def on_ranks(rank):
+    model = build(Short)
+    report = fuse(model)
+    parallel = DistributedDataParallel(model)
+    torch.manual_seed(1)
+    # of one token a scan saves little
+    x = torch.randn(2, T, D)[:, : T if rank else 1]
+    y = parallel(x)
+    y.sum().backward()
+    keys = {name: r.key for name, r in report.left.items() if r.key == "ranks"}
+    grads = [p.grad for p in model.parameters()]
+    assert {n for n in report.swapped if n.endswith("mixer")} == set()
+    assert report.undecided == {}
+    assert set(keys) == ({"0.mixer", "1.mixer"} if rank else set())
+    eager = DistributedDataParallel(build(Short))
+    eager(x).sum().backward()
+    torch.testing.assert_close(grads, [p.grad for p in eager.parameters()])
+
+
+def on_shards(rank):
+    eager, model = build(Plain), build(Plain)
+    report = fuse(model)
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    torch.manual_seed(1)
+    x = torch.randn(2, T, D)
+    for _ in range(2):
+        y = model(x)
+        y.sum().backward()
+    assert [n for n in report.swapped if n.endswith("mixer")] == ["0.mixer", "1.mixer"]
+    for _ in range(2):
+        eager(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+@pytest.mark.parametrize("main", [on_ranks, on_shards])
+def test_on_two_ranks(main, tmp_path):
+    run_ranks(main, tmp_path, 2)
