@@ -338,6 +338,7 @@ def blocks_of(
         change = f"{' + '.join(layer_names)} -> {run.kind}"
         change += f" ({chunk_words(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
         attributes = {"save": save, "chunks": chunks}
-        swap = Swap(kind, change, Sequential, attributes, features=(linear.in_features,))
+        features = (linear.in_features,)
+        swap = Swap(kind, change, Sequential, attributes, features=features, can_shrink=True)
         blocks[name] = SequentialBlock(run.layers, swap)
     return blocks

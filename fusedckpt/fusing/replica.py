@@ -56,6 +56,9 @@ def replica(
         for name, value in attributes.items()
         if type(value) is int and value > 1 and value in sizes
     }
+    shape = attributes.get("normalized_shape")
+    if sizes and isinstance(shape, tuple):
+        changed["normalized_shape"] = tuple(sizes.get(n, n) for n in shape)
     if rate is not None:
         changed |= {name: rate((*path, name)) for name in rates_of(module)}
     changed["_parameters"] = {

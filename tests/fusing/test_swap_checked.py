@@ -51,6 +51,23 @@ def test_some_are_recomputed_where_only_inputs_are_saved(make):
     assert report.fallbacks == {}
 
 
+def test_a_sequential_is_compared_at_small_widths(monkeypatch):
+    counts = []
+
+    class Draw(verification.Draw):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            counts[-1] += sum(value.numel() for value in self.values.values())
+
+    monkeypatch.setattr(verification, "Draw", Draw)
+    for width in (96, 384):
+        counts.append(0)
+        linears = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        model = nn.Sequential(nn.LayerNorm(width), linears[0], nn.GELU(), linears[1]).to(DEVICE)
+        assert fuse(model, norm=False).swapped["1"].endswith("-> mlp")
+    assert counts[0] == counts[1] > 0
+
+
 def test_a_wrong_rule_is_named(monkeypatch):
     """Every kind of swap is really checked: ours is broken on purpose."""
     model = nn.Sequential(Llama(), Plain(), Packed(), nn.LayerNorm(D), Split(), sequential())
