@@ -136,7 +136,11 @@ class FuseReport:
             lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
         counts = Counter(self.shared.values())
         lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
-        left = {n: (self.classes[n], _advised(reason)) for n, reason in self.left.items()}
+        undecided = self.undecided
+        left = {
+            name: (self.classes[name], _advised(reason, undecided.get(name)))
+            for name, reason in self.left.items()
+        }
         lines += [f"  left {line}" for line in _grouped(left, {})]
         lines += [f"  {line}" for line in self._undecided()]
         lines += [f"  {note}" for note in self.notes]
@@ -145,7 +149,7 @@ class FuseReport:
     def _undecided(self) -> Iterator[str]:
         """Yield lines on the modules that wait for their first training call."""
         model = self._model_now()
-        undecided = self.undecided
+        undecided = {n: reason for n, reason in self.undecided.items() if n not in self.left}
         if model is None or not undecided:
             return
         kinds = {name: type(model.get_submodule(name)).__name__ for name in undecided}
@@ -181,8 +185,12 @@ class FuseReport:
             for name, reason in (() if model is None else _dropping(model))
             if name in known.keys() - reasons_now.keys()
         }
+        # the module is recomputed, with its attention or scan
+        whole = {name: reason for name, reason in reasons_now.items() if reason.key == "again"}
+        apart = {name: reason for name, reason in reasons_now.items() if name not in whole}
         for reason_by_name, title in (
-            (reasons_now, "not run fused"),
+            (apart, "not run fused"),
+            (whole, "recomputed as a whole"),
             (ahead, "not run fused in training"),
         ):
             if reason_by_name:
@@ -199,9 +207,14 @@ class FuseReport:
         return f"{len(names):7d}  {swapped:7d}  {left:4d}  {saved}"
 
 
-def _advised(reason: NotFused) -> str:
-    """Return a reason's clause, and the one thing to do about it."""
-    return f"{reason}; {reason.remedy}"
+def _advised(reason: NotFused, undecided: NotFused | None = None) -> str:
+    """Return a reason's clause, and the one thing to do about it.
+
+    undecided: why it waits, where its first training call may find another way.
+    """
+    if undecided is None:
+        return f"{reason}; {reason.remedy}"
+    return f"{reason}; {undecided}: {undecided.remedy}"
 
 
 def _grouped(

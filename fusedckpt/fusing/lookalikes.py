@@ -34,7 +34,9 @@ NOT_POINTWISE = (
 _NORM_FUNCTIONS = frozenset(("rsqrt", "layer_norm", "rms_norm"))
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_NORMS = _BATCH_NORMS + _INSTANCE_NORMS + (nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+# none of these is over an input's last dimension
+OTHER_NORMS = _BATCH_NORMS + _INSTANCE_NORMS + (nn.GroupNorm,)
+_NORMS = OTHER_NORMS + (nn.LayerNorm, nn.RMSNorm)
 _TRANSPOSED_CONVOLUTIONS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d) + _TRANSPOSED_CONVOLUTIONS
 
@@ -112,7 +114,7 @@ def child_layers(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def has_experts(module: nn.Module) -> bool:
     """Whether a module of no library of torch's has a matrix for each of several experts."""
     weights = [p for p in module._parameters.values() if p is not None and not is_lazy(p)]
-    is_torch = type(module).__module__.startswith("torch.")
+    is_torch = type(module).__module__.startswith("torch.") or isinstance(module, _CONVOLUTIONS)
     return not is_torch and any(p.dim() == 3 and min(p.shape) > 1 for p in weights)
 
 

@@ -6,6 +6,7 @@ returns a `NotFused`, or None where nothing is in the way.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,7 @@ from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.lookalikes import (
     NOT_POINTWISE,
+    OTHER_NORMS,
     child_layers,
     has_experts,
     is_adapter,
@@ -160,12 +162,20 @@ def of_module(module: nn.Module, kind: str, obstacle: NotFused | None) -> NotFus
 
     obstacle: the matcher's reason, if it has one.
     """
-    if (reason := of_parts(module) or obstacle) is not None:
+    if (reason := of_parts(module)) is not None:
         return reason
+    if isinstance(module, OTHER_NORMS):
+        return NotFused("other norm")
+    if obstacle is not None:
+        return obstacle
     if kind == "norm":
         return NotFused("other norm")
-    layers = (child for _, child in child_layers(module))
-    is_mixture = has_experts(module) or any(map(multiplies_by_experts, layers))
+    layers = [child for _, child in child_layers(module) if multiplies_by_experts(child)]
+    held_by = [module, *layers] if has_experts(module) else layers
+    weights = (p for layer in held_by for p in layer._parameters.values() if p is not None)
+    counts = Counter(len(weight) for weight in weights if weight.dim() == 3)
+    # an expert has at least two matrices
+    is_mixture = any(count > 1 for count in counts.values())
     return NotFused("experts" if is_mixture else "beside")
 
 

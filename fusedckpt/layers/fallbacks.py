@@ -47,7 +47,7 @@ WORDS = {
     ),
     "again": (
         "its {} would save more than four times its result, and runs again in backward",
-        "skip it, or set its dropout to 0 if it has one",
+        "nothing is to be done; a kernel of it without dropout would run once",
     ),
     "waits": (
         "it waits for its first training call, which shows whether it saves much",

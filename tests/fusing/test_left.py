@@ -111,6 +111,38 @@ class Products(nn.Module):
         return torch.einsum("end,btd->btn", self.weight[index], x)
 
 
+class Splines(nn.Module):
+    """A layer of a Kolmogorov-Arnold network: a weight of three dimensions, and no experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.base, self.coef = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, D, 4))
+
+    def forward(self, x):
+        basis = torch.exp(-((x[..., None] - torch.arange(4)) ** 2))
+        return F.linear(F.silu(x), self.base) + torch.einsum("...ik,oik->...o", basis, self.coef)
+
+
+class OwnConv(nn.Conv1d):
+    """As Whisper's encoder has two of them, before its blocks."""
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = OwnConv(D, D, 3), OwnConv(D, D, 3)
+
+    def forward(self, x):
+        return F.gelu(self.second(F.gelu(self.first(x))))
+
+
+class GroupNorm32(nn.GroupNorm):
+    """Computes in float32 alone, so that it does not run in the dtype of a check."""
+
+    def forward(self, input):
+        return super().forward(input.float()).type(input.dtype)
+
+
 class ResNet(nn.Module):
     """Its activation follows a convolution; its linear is the classifier."""
 
@@ -290,6 +322,8 @@ LEFT = {
         "result",
     ),
     "convolutional net": (ResNet, "bn1", "other norm"),
+    "splines": (Splines, "", "beside"),
+    "group norm in float32": (lambda: GroupNorm32(2, D), "", "other norm"),
     "group norm": (lambda: nn.GroupNorm(2, D), "", "other norm"),
     "batch norm": (lambda: nn.BatchNorm2d(D), "", "other norm"),
     "several dtypes": (
@@ -368,7 +402,7 @@ def apart():
 
 @pytest.mark.parametrize(
     "make",
-    [Capped, Snake, Learnt, apart, lambda: nn.Linear(D, D)]
+    [Capped, Snake, Learnt, apart, Stem, lambda: nn.Linear(D, D)]
     + [lambda: Conv1D(D, D), lambda: nn.MultiheadAttention(D, 2), lambda: nn.ModuleList(pair())],
 )
 def test_what_has_none_is_not_mentioned(make):

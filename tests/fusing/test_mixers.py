@@ -354,8 +354,8 @@ def test_attention_by_hand_is_found_by_its_code():
     # the norm's input alone: its scores are more than four times its result
     assert saved_bytes(fused, [x]) == 2 * 4 * T * D * 4
     assert report.fallbacks["1"].key == "again"
-    # it has no dropout that could be set to 0
-    assert "skip it, or set its dropout to 0 if it has one" in str(report)
+    assert "recomputed as a whole: 1 of 2" in str(report)
+    assert "not run fused" not in str(report)
 
 
 class Recurrent(nn.Module):
