@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from functools import cached_property, partial
+from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -61,12 +62,17 @@ _CONSTANT = frozenset(
 )
 _CONSTANT_TYPES = (Tensor, np.generic, np.dtype, np.ufunc)
 _OF_CONSTANTS = ("torch", "triton", "typing", "abc", "enum")
+# functions of `os` that read the environment, whose variables are compared, or nothing
+_OF_OS = ("fspath", "getenv")
 # classes that tell the time
 _CLOCKS = (datetime.date, datetime.datetime)
 # functions of torch that tell a setting
 _SETTINGS = [torch.get_default_dtype, torch.are_deterministic_algorithms_enabled]
 if dist.is_available():
     _SETTINGS += [dist.is_initialized, dist.get_rank, dist.get_world_size]
+# names by which code reads attributes that it spells as strings, or does not spell
+_BY_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter"))
+_BY_STRING = _BY_ANY_NAME | {"hasattr", "get"}
 # builtins by which code reads variables that it does not name
 _UNNAMED = frozenset(("eval", "exec", "globals", "input", "open"))
 # methods that a subclass's object gets from its base
@@ -122,10 +128,13 @@ class _Finder:
         self._strings = {
             value
             for code in codes
-            if not {"getattr", "hasattr", "get"}.isdisjoint(code.co_names)
+            if not _BY_STRING.isdisjoint(code.co_names)
             for value in code.co_consts
             if isinstance(value, str) and value.isidentifier()
         }
+
+        # whether it may read attributes of any name
+        self._reads_any = any(not _BY_ANY_NAME.isdisjoint(code.co_names) for code in codes)
 
     def find(self) -> None:
         """Find all values.
@@ -312,7 +321,7 @@ class _Finder:
         if isinstance(value, (FunctionType, BuiltinFunctionType)):
             if value in _SETTINGS:
                 self._add(setting_of, value, "", place)
-            elif value.__module__ in CHANGING and value.__name__ != "fspath":
+            elif value.__module__ in CHANGING and value.__name__ not in _OF_OS:
                 raise _Left(NotFused("state", f"{value.__module__}.{value.__name__}()"))
         elif isinstance(value, ContextVar):
             current = self._add(context_value, value, value.name, place)
@@ -374,7 +383,10 @@ class _Finder:
         """Compare the attributes of an object, class or Python module that any code names."""
         attributes = getattr(value, "__dict__", {})
         kind = value if isinstance(value, type) else type(value)
-        for name in sorted(self._names | self._strings):
+        names = self._names | self._strings
+        if self._reads_any and not isinstance(value, (ModuleType, type)):
+            names = names.union(islice(attributes, _MOST_ENTRIES))
+        for name in sorted(names):
             if name.startswith("__"):
                 continue
             static = next((vars(b)[name] for b in kind.__mro__ if name in vars(b)), MISSING)

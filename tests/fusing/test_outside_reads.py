@@ -94,6 +94,18 @@ def by_attribute():
     return OBJECT.scale
 
 
+def by_vars():
+    return vars(OBJECT)["scale"]
+
+
+def by_any_name(parts=("sc", "ale")):
+    return getattr(OBJECT, "".join(parts))
+
+
+def by_getenv():
+    return float(os.getenv("FUSEDCKPT_TEST_SCALE", "1"))
+
+
 def by_nested_attribute():
     config = NESTED.config
     return config.scale
@@ -150,6 +162,9 @@ READS = {
         lambda v: setattr(NESTED.config, "scale", v),
         "NESTED.config.scale",
     ),
+    "object's dict": (by_vars, lambda v: setattr(OBJECT, "scale", v), "OBJECT.scale"),
+    "object, by any name": (by_any_name, lambda v: setattr(OBJECT, "scale", v), "OBJECT.scale"),
+    "getenv": (by_getenv, set_environment, "environ[b'FUSEDCKPT_TEST_SCALE']"),
     "class": (by_class, lambda v: setattr(Config, "scale", v), "Config.scale"),
     "context": (by_context, VARIABLE.set, "VARIABLE"),
     "environment": (by_environment, set_environment, "environ[b'FUSEDCKPT_TEST_SCALE']"),
