@@ -1,8 +1,9 @@
 """RMSNorm with a gate, norm(x) * act(gate) or norm(x * act(gate)), and its gradients.
 
-Rows are normalised in groups of columns. A program reads the rows of one group twice, in chunks:
-for their sums, then for the results. The second time they come out of the cache, so that a row may
-have any width. Nothing but x and gate is needed for the gradients.
+Rows are normalised in groups of columns. A program has the rows of one group in registers, and in
+backward its sums of dw beside them. Groups of more than MAX_GROUP columns, or half that in backward
+in float32, are read twice, in chunks: for their sums, then for the results. Nothing but x and gate
+is needed for the gradients.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
-from .norm import check_operands, num_multiprocessors
-from .norm_kernels import inverse_std, round_xhat, row_sums
+from .norm import (
+    BESIDE_TILES,
+    bytes_per_column,
+    check_operands,
+    num_multiprocessors,
+    programs_for,
+    shared_per_multiprocessor,
+)
+from .norm_kernels import as_loaded, inverse_std, round_xhat, row_sums
 from .partials import sum_partials
 from .runtime import (
     arch,
@@ -29,11 +37,15 @@ from .runtime import (
     triton,
 )
 
-# elements of a tile: 8 for each thread of 8 warps
+# columns of a group whose rows stay in registers
+MAX_GROUP = 8192
+# elements of a tile; backward takes more, so that few rows of sums are written
 TILE = 2048
+GRAD_TILE = 4096
+# warps of a kernel that reads chunks
 NUM_WARPS = 8
-# programs of the gradient that a multiprocessor runs at a time, with 128 registers a thread
-RESIDENT = 2
+# warps that a multiprocessor runs at a time, with 128 registers a thread
+WARPS = 16
 
 
 class GatedNormRule(NamedTuple):
@@ -122,7 +134,43 @@ def gated_norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Compute some rows of one group of `t`, GatedNormOperands; n: the columns of a group."""
+    """Compute some rows of one group of `t`, GatedNormOperands; n: the columns of a group.
+
+    Every load is issued before the reduction waits.
+    """
+    rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    first = tl.program_id(1) * n
+    rn = tl.arange(0, BLOCK_N)[None, :]
+    mask = (rm < m) & (rn < n)
+    row = load(t.x + rm * t.stride_xm + first + rn, mask)
+    gate = load(t.gate + rm * t.stride_gm + first + rn, mask)
+    if t.weight is not None:
+        scale = load(t.weight + first + rn, rn < n) + offset
+    value = ACTIVATION(gate, gate, is_exact(t.y))[0]
+    if GATES_FIRST:
+        row *= value
+    xhat = row * inverse_std(tl.sum(row * row, axis=1)[:, None] / n, eps, rm < m)
+    if ROUND:
+        xhat = round_xhat(xhat, t.x, None)
+    if t.weight is not None:
+        xhat *= scale
+    store(t.y + rm * t.stride_ym + first + rn, xhat if GATES_FIRST else xhat * value, mask)
+
+
+@jit_kernel
+def wide_gated_norm_kernel(
+    t,
+    m,
+    n,
+    eps,
+    offset,
+    ACTIVATION: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute what gated_norm_kernel does, in chunks of columns."""
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     inside = rm < m
     first = tl.program_id(1) * n
@@ -151,26 +199,66 @@ def gated_norm_kernel(
 
 
 @triton.jit
-def read_grad(
-    t, rm, first, rn, mask, n, offset, ACTIVATION: tl.constexpr, GATES_FIRST: tl.constexpr
-):
-    """Return a tile of x, the gate, its activation, and of the rows that are normalised.
+def read_tiles(t, rm, at, mask, CACHE: tl.constexpr):
+    """Return tiles of x, the gate and dy in float32."""
+    x = tl.load(t.x + rm * t.stride_xm + at, mask, 0.0, cache_modifier=CACHE)
+    gate = tl.load(t.gate + rm * t.stride_gm + at, mask, 0.0, cache_modifier=CACHE)
+    dy = tl.load(t.dy + rm * t.stride_dym + at, mask, 0.0, cache_modifier=CACHE)
+    return x.to(tl.float32), gate.to(tl.float32), dy.to(tl.float32)
+
+
+@triton.jit
+def gated_rows(t, x, gate, dy, weight, offset, ACTIVATION: tl.constexpr, GATES_FIRST: tl.constexpr):
+    """Return the activation of a tile of the gate, and the rows that are normalised.
 
     Then two gradients: of the scaled rows, before a later gate, and of the normalised rows.
     """
-    x = load(t.x + rm * t.stride_xm + first + rn, mask)
-    gate = load(t.gate + rm * t.stride_gm + first + rn, mask)
-    grad = load(t.dy + rm * t.stride_dym + first + rn, mask)
     value = ACTIVATION(gate, gate, is_exact(t.dy))[0]
     if GATES_FIRST:
         row = x * value
+        grad = dy
     else:
         row = x
-        grad *= value
+        grad = dy * value
     dxhat = grad
-    if t.weight is not None:
-        dxhat *= load(t.weight + first + rn, rn < n) + offset
-    return x, gate, value, row, grad, dxhat
+    if weight is not None:
+        dxhat *= weight.to(tl.float32) + offset
+    return value, row, grad, dxhat
+
+
+@triton.jit
+def store_gated_grads(
+    t,
+    x,
+    gate,
+    dy,
+    weight,
+    offset,
+    rstd,
+    share,
+    at,
+    mask,
+    ACTIVATION: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Store dx and dgate of a tile at `at`, where wanted; return the terms of dw."""
+    value, row, grad, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
+    xhat = row * rstd
+    drow = (dxhat - xhat * share) * rstd
+    if ROUND:
+        xhat = round_xhat(xhat, t.x, None)
+    if t.dx is not None:
+        store(t.dx + at, drow * value if GATES_FIRST else drow, mask)
+    if t.dgate is not None:
+        if GATES_FIRST:
+            dvalue = drow * x
+        else:
+            dvalue = dy * xhat
+            if weight is not None:
+                dvalue *= weight.to(tl.float32) + offset
+        store(t.dgate + at, ACTIVATION(gate, dvalue, is_exact(t.dy))[1], mask)
+    return grad * xhat
 
 
 @jit_kernel
@@ -185,8 +273,75 @@ def gated_norm_grad_kernel(
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    STAGES: tl.constexpr,
+    HOLDS: tl.constexpr,
 ):
-    """Compute the gradients of some tiles of rows of one group, and their sums in a row of dw."""
+    """Compute the gradients of some tiles of rows of one group, and their sums of dw in registers.
+
+    `t` is a GatedNormGrad. A tile's loads are under way while the tile before it is worked on. A
+    tile has CHUNKS blocks of columns: what only a block needs takes registers one after another.
+    """
+    first = tl.program_id(1) * n
+    per_row = 1.0 / n
+    blocks = ()
+    weights = ()
+    sums = ()
+    for index in tl.static_range(CHUNKS):
+        rn = index * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        blocks = blocks + (rn,)
+        weight = None if t.weight is None else tl.load(t.weight + first + rn, rn < n, 0.0)
+        weights = weights + (weight,)
+        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
+    tiles = tl.cdiv(m, BLOCK_M)
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+        squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for index in tl.static_range(CHUNKS):
+            at = first + blocks[index]
+            mask = (rm < m) & (blocks[index] < n)
+            x, gate, dy = read_tiles(t, rm, at, mask, "")
+            weight = as_loaded(weights[index], HOLDS)
+            _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
+            squares += row * row
+            products += row * dxhat
+        square, product, _ = row_sums(squares, products, None)
+        rstd = inverse_std(square * per_row, eps, rm < m)
+        share = product * per_row * rstd
+        added = ()
+        for index in tl.static_range(CHUNKS):
+            at = first + blocks[index]
+            mask = (rm < m) & (blocks[index] < n)
+            # once more, out of the cache: held meanwhile they would take too many registers
+            x, gate, dy = read_tiles(t, rm, at, mask, ".cg")
+            weight = as_loaded(weights[index], HOLDS)
+            terms = store_gated_grads(
+                *(t, x, gate, dy, weight, offset, rstd, share),
+                *(rm * t.width + at, mask, ACTIVATION, GATES_FIRST, ROUND),
+            )
+            added = added + (sums[index] + terms if t.dw is not None else sums[index],)
+        sums = added
+    if t.dw is not None:
+        for index in tl.static_range(CHUNKS):
+            place = t.dw + tl.program_id(0) * t.width + first + blocks[index]
+            tl.store(place, tl.sum(sums[index], axis=0)[None, :], mask=blocks[index] < n)
+
+
+@jit_kernel
+def wide_gated_norm_grad_kernel(
+    t,
+    m,
+    n,
+    eps,
+    offset,
+    ACTIVATION: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    ROUND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Compute what gated_norm_grad_kernel does, in chunks of columns, dw in memory."""
     first = tl.program_id(1) * n
     for tile in range(tl.program_id(0), tl.cdiv(m, BLOCK_M), tl.num_programs(0)):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
@@ -195,9 +350,9 @@ def gated_norm_grad_kernel(
         for start in range(0, n, BLOCK_N):
             rn = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rm < m) & (rn < n)
-            _, _, _, row, _, dxhat = read_grad(
-                t, rm, first, rn, mask, n, offset, ACTIVATION, GATES_FIRST
-            )
+            x, gate, dy = read_tiles(t, rm, first + rn, mask, "")
+            weight = None if t.weight is None else load(t.weight + first + rn, rn < n)
+            _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
             squares += row * row
             products += row * dxhat
         square, product, _ = row_sums(squares, products, None)
@@ -206,38 +361,36 @@ def gated_norm_grad_kernel(
         for start in range(0, n, BLOCK_N):
             rn = start + tl.arange(0, BLOCK_N)[None, :]
             mask = (rm < m) & (rn < n)
-            x, gate, value, row, grad, dxhat = read_grad(
-                t, rm, first, rn, mask, n, offset, ACTIVATION, GATES_FIRST
+            x, gate, dy = read_tiles(t, rm, first + rn, mask, "")
+            weight = None if t.weight is None else load(t.weight + first + rn, rn < n)
+            terms = store_gated_grads(
+                *(t, x, gate, dy, weight, offset, rstd, share),
+                *(rm * t.width + first + rn, mask, ACTIVATION, GATES_FIRST, ROUND),
             )
-            xhat = row * rstd
-            drow = (dxhat - xhat * share) * rstd
-            if ROUND:
-                xhat = round_xhat(xhat, t.x, None)
-            if t.dx is not None:
-                store(t.dx + rm * t.width + first + rn, drow * value if GATES_FIRST else drow, mask)
-            if t.dgate is not None:
-                if GATES_FIRST:
-                    dvalue = drow * x
-                else:
-                    dvalue = load(t.dy + rm * t.stride_dym + first + rn, mask) * xhat
-                    if t.weight is not None:
-                        dvalue *= load(t.weight + first + rn, rn < n) + offset
-                dgate = ACTIVATION(gate, dvalue, is_exact(t.dy))[1]
-                store(t.dgate + rm * t.width + first + rn, dgate, mask)
             if t.dw is not None:
                 place = t.dw + tl.program_id(0) * t.width + first + rn
                 # nothing was written there before the first tile
                 seen = (rn < n) & (tile > tl.program_id(0))
-                total = tl.load(place, mask=seen, other=0.0) + tl.sum(grad * xhat, axis=0)[None, :]
+                total = tl.load(place, mask=seen, other=0.0) + tl.sum(terms, axis=0)[None, :]
                 tl.store(place, total, mask=rn < n)
         # another thread may read the sums
         tl.debug_barrier()
 
 
-def tile_of(n: int) -> dict[str, int]:
-    """Return the tile for groups of n columns."""
-    block_n = min(TILE, next_power_of_2(n))
-    return {"BLOCK_M": min(64, TILE // block_n), "BLOCK_N": block_n, "num_warps": NUM_WARPS}
+def tile_of(n: int, size: int) -> dict[str, int]:
+    """Return a tile of `size` elements, or of one row, for groups of n columns."""
+    block_n = next_power_of_2(n)
+    return {"BLOCK_M": max(1, min(64, size // block_n)), "BLOCK_N": block_n}
+
+
+def warps_of(tile: dict[str, int], share: int) -> int:
+    """Return the warps of a tile with `share` elements for each thread, 4 to 16."""
+    return max(4, min(WARPS, tile["BLOCK_M"] * tile["BLOCK_N"] // (32 * share)))
+
+
+def chunk_of(n: int) -> dict[str, int]:
+    """Return the tile of a kernel that reads rows of n columns in chunks."""
+    return tile_of(min(n, TILE), TILE) | {"num_warps": NUM_WARPS}
 
 
 def gated_norm(
@@ -246,14 +399,18 @@ def gated_norm(
     """Normalise x [M, N], gated by `gate` [M, N]; matrices have adjacent columns."""
     check_operands((x, gate), (weight,))
     m, width = x.shape
+    n = width // rule.groups
     y = x.new_empty(m, width, dtype=out_dtype)
     strides = x.stride(0), gate.stride(0), width
     t = GatedNormOperands(x, gate, weight, y, *strides)
-    tile = tile_of(width // rule.groups)
+    kernel = gated_norm_kernel
+    tile = tile_of(n, TILE)
+    tile["num_warps"] = warps_of(tile, 16)
+    if n > MAX_GROUP:
+        kernel = wide_gated_norm_kernel
+        tile = chunk_of(n)
     grid = cdiv(m, tile["BLOCK_M"]), rule.groups
-    gated_norm_kernel[grid](
-        t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **tile
-    )
+    kernel[grid](t, m, n, rule.eps, rule.offset, **rule.constexprs, **tile)
     return y
 
 
@@ -269,9 +426,32 @@ def gated_norm_grad(
     """Return dx, dgate [M, N] and dw [N], each where needed; dw in `sums_dtype`, else float32."""
     check_operands((dy, x, gate), (weight,))
     m, width = x.shape
-    tile = tile_of(width // rule.groups)
-    fitting = max(1, RESIDENT * num_multiprocessors(x.device) // rule.groups)
-    programs = max(1, min(cdiv(m, tile["BLOCK_M"]), fitting))
+    n = width // rule.groups
+    # elements of each thread: float32 is not packed by two
+    share = 8 if max(t.element_size() for t in (dy, x, gate)) > 2 else 16
+    kernel = wide_gated_norm_grad_kernel
+    tile = chunk_of(n)
+    how = {}
+    if n * 16 <= MAX_GROUP * share:
+        kernel = gated_norm_grad_kernel
+        tile = tile_of(n, GRAD_TILE)
+        # of several rows sixteen elements of a thread spill 4 bytes on sm_100, 20 on sm_120
+        is_one = tile["BLOCK_M"] == 1
+        tile["num_warps"] = warps_of(tile, share if is_one else 8)
+        is_nvidia = arch().startswith("sm_")
+        chunks = 2 if is_one else 1
+        tile["BLOCK_N"] //= chunks
+        how = {"CHUNKS": chunks, "STAGES": 2 if is_nvidia else 1, "HOLDS": is_nvidia}
+    if arch().startswith("sm_"):
+        # left to itself sm_100 takes fewer for groups of 128 columns, and spills eight bytes
+        how["maxnreg"] = 128
+    # two tiles of each are on their way, one to be read again
+    loading = 2 * bytes_per_column(dy, x, gate) * tile["BLOCK_M"] * next_power_of_2(n)
+    fitting = shared_per_multiprocessor(x.device) // (loading + BESIDE_TILES)
+    resident = max(1, min(WARPS // tile["num_warps"], fitting))
+    units = num_multiprocessors(x.device)
+    most = max(1, resident * units // rule.groups)
+    programs = min(programs_for(m, tile["BLOCK_M"], resident, units), most)
     contiguous = torch.contiguous_format
     dx, dgate = (
         torch.empty_like(like, memory_format=contiguous) if need else None
@@ -280,11 +460,7 @@ def gated_norm_grad(
     dw = x.new_empty(programs, width, dtype=torch.float32) if needs[2] else None
     strides = dy.stride(0), x.stride(0), gate.stride(0), width
     t = GatedNormGrad(dy, x, gate, weight, dx, dgate, dw, *strides)
-    # left to itself sm_100 takes fewer for groups of 128 columns, and spills eight bytes
-    how = tile | ({"maxnreg": 128} if arch().startswith("sm_") else {})
-    gated_norm_grad_kernel[programs, rule.groups](
-        t, m, width // rule.groups, rule.eps, rule.offset, **rule.constexprs, **how
-    )
+    kernel[programs, rule.groups](t, m, n, rule.eps, rule.offset, **rule.constexprs, **tile, **how)
     dw, _ = sum_partials(dw, None, sums_dtype or torch.float32)
     return dx, dgate, dw
 

@@ -1,7 +1,8 @@
 """RMSNorm and LayerNorm over rows, forward and backward from x alone: no statistic is ever stored.
 
 A row of up to MAX_BLOCK columns stays in registers; in backward one of up to MAX_GRAD_BLOCK, or
-half that in float32, beside a program's share of dw. Longer rows go through in column chunks.
+half that in float32, beside a program's share of dw. Longer rows have kernels of their own, in
+`long_norm_kernels.py`.
 """
 
 from __future__ import annotations
@@ -14,23 +15,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norm_kernels import (
-    NormGrad,
-    NormOperands,
-    norm_grad_kernel,
-    norm_kernel,
-    wide_dw_kernel,
-    wide_dx_kernel,
-    wide_norm_kernel,
-)
+from .long_norm_kernels import split_norm_grad_kernel, wide_grad_kernel, wide_stats_kernel
+from .norm_kernels import NormGrad, NormOperands, norm_grad_kernel, norm_kernel, wide_norm_kernel
 from .partials import sum_partials
 from .runtime import arch, cdiv, next_power_of_2
 
 MAX_BLOCK = 16384
 MAX_GRAD_BLOCK = 8192
-# the wide kernels' chunk of a row, and the tile over which they sum dw
+# a wide row's chunk, and the tile of its gradients
 CHUNK = 4096
-DW_TILE = {"BLOCK_M": 32, "BLOCK_N": 128}
+WIDE_TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
+# programs of the gradient of wide rows that a multiprocessor is given: four times those that fit
+WIDE_PROGRAMS = 8
 # bytes of shared memory that a block of norm_grad takes beside its tiles, for reductions and itself
 BESIDE_TILES = 2048
 
@@ -61,6 +57,28 @@ def rows_for(n: int, share: int = 16) -> dict[str, int]:
     block_m = max(1, (2048 if block_n >= 1024 else 1024) // block_n)
     num_warps = max(4, min(16, block_m * block_n // (32 * share)))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
+
+
+def grad_rows_for(n: int, share: int, kind: str) -> dict[str, int]:
+    """Return norm_grad's tile, of 8 warps or more: each program writes a row of sums."""
+    block_n = next_power_of_2(n)
+    # in four rows of 1024 LayerNorm spills 28 bytes on sm_90
+    if block_n < (2048 if kind == "layer" else 512):
+        return rows_for(n, share)
+    num_warps = max(8, block_n // (32 * share))
+    return {
+        "BLOCK_M": num_warps * 32 * share // block_n,
+        "BLOCK_N": block_n,
+        "num_warps": num_warps,
+    }
+
+
+def programs_for(m: int, block_m: int, resident: int, units: int) -> int:
+    """Return how many programs share m rows, at most `resident` on each of the multiprocessors.
+
+    Beyond one each they get 8 rows, so that their sums stay small beside the rows.
+    """
+    return max(1, min(cdiv(m, block_m), resident * units, max(units, m // 8)))
 
 
 def stages_for(*tensors: Tensor | None) -> int:
@@ -165,32 +183,91 @@ def norm_grad(
     check_operands((dy, dtotal, x), (weight,))
     (m, n) = x.shape
     share = share_for(dy, x, rule)
-    wide = n * 16 > MAX_GRAD_BLOCK * share
-    tile = DW_TILE if wide else rows_for(n, share)
+    fits = n * 16 <= MAX_GRAD_BLOCK * share
+    parts = 1 if fits else parts_of(dy, dtotal, x, rule)
+    units = num_multiprocessors(x.device)
+    tile = grad_rows_for(n, share, rule.kind) if fits else WIDE_TILE
     stages = stages_for(dy, dtotal, x)
-    column_bytes = bytes_per_column(dy, dtotal, x)
-    resident = 2 if wide else resident_programs(tile, stages, column_bytes, x.device)
-    programs = min(cdiv(m, tile["BLOCK_M"]), resident * num_multiprocessors(x.device))
+    if fits:
+        column_bytes = bytes_per_column(dy, dtotal, x)
+        resident = resident_programs(tile, stages, column_bytes, x.device)
+        programs = programs_for(m, tile["BLOCK_M"], resident, units)
+    elif parts:
+        programs = max(1, min(m, units // parts))
+    else:
+        blocks = cdiv(n, WIDE_TILE["BLOCK_N"])
+        programs = max(1, min(cdiv(m, WIDE_TILE["BLOCK_M"]), cdiv(WIDE_PROGRAMS * units, blocks)))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
     dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
     t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
     numbers = m, n, rule.eps, rule.offset
-    if not wide:
+    if fits:
         how = tile | {"STAGES": stages}
         if arch().startswith("sm_"):
             # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
             how["maxnreg"] = 128
         norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
+    elif parts:
+        launch_split(t, numbers, rule, parts, programs)
     else:
-        # the statistics and dx row by row, then dw and db column by column
-        stats = x.new_empty(2, m, dtype=torch.float32)
-        wide_dx_kernel[(m,)](t, stats, *numbers, **rule.constexprs, BLOCK=CHUNK, num_warps=8)
-        if dw is not None or db is not None:
-            grid = (programs, cdiv(n, tile["BLOCK_N"]))
-            stages = stages_for(dy, x)
-            wide_dw_kernel[grid](t, stats, m, n, **rule.constexprs, **tile, STAGES=stages)
+        launch_wide(t, numbers, rule, stages, programs)
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
+
+
+def parts_of(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> int:
+    """Return into how many parts split_norm_grad cuts rows, 0 where it does not fit.
+
+    Its registers are enough for RMSNorm, with rows of whole vectors; a row and its tile of dtotal
+    lie in shared memory.
+    """
+    n = x.shape[1]
+    part = MAX_GRAD_BLOCK // 2 if max(dy.element_size(), x.element_size()) > 2 else MAX_GRAD_BLOCK
+    parts = next_power_of_2(cdiv(n, part))
+    rows = [t for t in (dy, dtotal, x) if t is not None]
+    loading = parts * part * bytes_per_column(dy, x)
+    loading += 0 if dtotal is None else part * dtotal.element_size()
+    fits = (
+        rule.kind == "rms"
+        and n <= MAX_BLOCK
+        and all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in rows)
+        and n % 16 == 0
+        and loading + BESIDE_TILES <= shared_per_multiprocessor(x.device)
+        # elsewhere kernels have other registers
+        and arch().startswith(("sm_", "interpreter"))
+    )
+    return parts if fits else 0
+
+
+def launch_split(
+    t: NormGrad, numbers: tuple[int, int, float, float], rule: NormRule, parts: int, programs: int
+) -> None:
+    """Launch the gradient of RMSNorm over rows of several parts."""
+    part = next_power_of_2(numbers[1]) // parts
+    how = {"ROUND": rule.cast == "llama", "BLOCK_N": part, "PARTS": parts, "STAGES": 2}
+    if arch().startswith("sm_"):
+        how["maxnreg"] = 128
+    split_norm_grad_kernel[programs, parts](t, *numbers, **how, num_warps=16)
+
+
+def launch_wide(
+    t: NormGrad,
+    numbers: tuple[int, int, float, float],
+    rule: NormRule,
+    stages: int,
+    programs: int,
+) -> None:
+    """Launch the gradients of wide rows: four numbers of each row, then blocks of columns."""
+    m, n, _, offset = numbers
+    layer = rule.constexprs["LAYER"]
+    stats = t.x.new_empty(4, m, dtype=torch.float32)
+    # few programs, so that LayerNorm finds a row in the cache when it reads it again
+    many = layer and arch().startswith("sm_")
+    block = 2 * CHUNK if many else CHUNK
+    how = {"LAYER": layer, "BLOCK": block, "num_warps": 32 if many else 8}
+    wide_stats_kernel[(m,)](t, stats, *numbers, **how)
+    grid = programs, cdiv(n, WIDE_TILE["BLOCK_N"])
+    wide_grad_kernel[grid](t, stats, m, n, offset, **rule.constexprs, **WIDE_TILE, STAGES=stages)
 
 
 def share_for(dy: Tensor, x: Tensor, rule: NormRule) -> int:

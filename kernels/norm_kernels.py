@@ -1,7 +1,4 @@
-"""Norm kernels: of rows that fit in registers, and of wide rows, which go through in chunks.
-
-dw and db of wide rows get a kernel of their own, with statistics of 8 bytes per row.
-"""
+"""Norm kernels: of rows that fit in registers, and forward of wide rows, which pass in chunks."""
 
 from __future__ import annotations
 
@@ -100,6 +97,20 @@ def row_sums(a, b, c):
     else:
         sums = tl.reduce((a, b, c), 1, add_triples)
     return sums[0][:, None], sums[1][:, None], sums[2][:, None]
+
+
+@triton.jit
+def as_loaded(value, HOLDS: tl.constexpr):
+    """Return a value, or None, of which the compiler knows nothing; for NVIDIA's GPUs alone.
+
+    It waits for a reduction in its own dtype then, not as float32, which takes twice the registers.
+    """
+    if HOLDS and not INTERPRETED and value is not None:
+        pack: tl.constexpr = 32 // value.dtype.primitive_bitwidth
+        value = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [value], dtype=value.dtype, is_pure=False, pack=pack
+        )
+    return value
 
 
 @triton.jit
@@ -286,78 +297,3 @@ def wide_norm_kernel(
         if t.bias is not None:
             xhat += load(t.bias + rn, mask)
         store(t.y + rm * n + rn, xhat, mask)
-
-
-@triton.jit
-def read_dxhat(dy, weight, offset, rn, mask):
-    """Read dy times the norm's scale."""
-    dxhat = load(dy + rn, mask)
-    if weight is not None:
-        dxhat *= load(weight + rn, mask) + offset
-    return dxhat
-
-
-@jit_kernel
-def wide_dx_kernel(
-    t, stats, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Compute one row of dx where it is wanted, and the row's statistics for wide_dw_kernel."""
-    rm = tl.program_id(0).to(tl.int64)
-    x = t.x + rm * t.stride_xm
-    dy = t.dy + rm * t.stride_dym
-    mean, rstd = wide_stats(x, None, None, n, eps, LAYER, BLOCK)
-    tl.store(stats + rm, mean)
-    tl.store(stats + m + rm, rstd)
-    if t.dx is not None:
-        dxhat_sum = tl.zeros((BLOCK,), tl.float32)
-        product_sum = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, n, BLOCK):
-            rn = start + tl.arange(0, BLOCK)
-            dxhat = read_dxhat(dy, t.weight, offset, rn, rn < n)
-            dxhat_sum += dxhat
-            product_sum += dxhat * (load(x + rn, rn < n) - mean) * rstd
-        dxhat_mean = tl.sum(dxhat_sum, axis=0) / n if LAYER else 0.0
-        product_mean = tl.sum(product_sum, axis=0) / n
-        for start in range(0, n, BLOCK):
-            rn = start + tl.arange(0, BLOCK)
-            xhat = (load(x + rn, rn < n) - mean) * rstd
-            dxhat = read_dxhat(dy, t.weight, offset, rn, rn < n)
-            grad = (dxhat - xhat * product_mean - dxhat_mean) * rstd
-            if t.dtotal is not None:
-                grad += load(t.dtotal + rm * t.stride_tm + rn, rn < n)
-            store(t.dx + rm * n + rn, grad, rn < n)
-
-
-@jit_kernel
-def wide_dw_kernel(
-    t,
-    stats,
-    m,
-    n,
-    LAYER: tl.constexpr,
-    ROUND: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Sum dw and db of some columns over the row tiles of this program."""
-    rn = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dw_sum = tl.zeros((BLOCK_N,), tl.float32)
-    db_sum = tl.zeros((BLOCK_N,), tl.float32)
-    tiles = tl.cdiv(m, BLOCK_M)
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
-        rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
-        mask = (rm < m)[:, None] & (rn < n)[None, :]
-        row = load(t.x + rm[:, None] * t.stride_xm + rn[None, :], mask)
-        grad = load(t.dy + rm[:, None] * t.stride_dym + rn[None, :], mask)
-        if LAYER:
-            row -= load(stats + rm, rm < m)[:, None]
-        xhat = row * load(stats + m + rm, rm < m)[:, None]
-        if ROUND:
-            xhat = round_xhat(xhat, t.x, None)
-        dw_sum += tl.sum(grad * xhat, axis=0)
-        db_sum += tl.sum(grad, axis=0)
-    if t.dw is not None:
-        tl.store(t.dw + tl.program_id(0) * n + rn, dw_sum, mask=rn < n)
-    if t.db is not None:
-        tl.store(t.db + tl.program_id(0) * n + rn, db_sum, mask=rn < n)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .runtime import cdiv, jit_kernel, load, store, tl, triton
 
-TILE = {"BLOCK_M": 128, "BLOCK_N": 32, "num_warps": 8}
+TILE = {"BLOCK_M": 256, "BLOCK_N": 16, "num_warps": 8}
 
 
 def partial_sums(like: Tensor, needs: tuple[bool, bool], row_tiles: int, n: int) -> dict[str, Any]:

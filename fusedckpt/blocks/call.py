@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -169,20 +169,21 @@ class BlockCall:
         """Return the tensors to save; levels: a phase's, None for the call's own."""
         key = needs, levels
         if key not in self._saved:
+            has_beside = levels is None and bool(self.program.saved_beside)
             if levels is None:
                 levels = PhaseLevels(self.level, self.level)
             elif self.level_in_checkpoint is not None:
                 levels = PhaseLevels(self.level_in_checkpoint, self.level_in_checkpoint)
-            self._saved[key] = self._planned(needs, levels)
+            self._saved[key] = self._planned(needs, levels, has_beside)
         return self._saved[key]
 
-    def _planned(self, needs: Flags, levels: PhaseLevels) -> SavePlan:
+    def _planned(self, needs: Flags, levels: PhaseLevels, has_beside: bool) -> SavePlan:
         """Plan the tensors to save."""
         is_read = self._read_products(needs)
         counts = [a and b for a, b in zip(self.flags_of(levels.counted), is_read, strict=True)]
         computes = [a and b for a, b in zip(self.flags_of(levels.computed), is_read, strict=True)]
         forward = self.forward(tuple(computes))
-        backward = self._with(needs, tuple(counts))
+        backward = self._with(needs, tuple(counts), has_beside)
         places = self._places(forward, backward)
         return SavePlan(
             forward,
@@ -231,20 +232,32 @@ class BlockCall:
         whole = self._with(needs, self.flags_of("inputs"))
         return tuple([self.num_inputs + n for n in whole.names("param") if n not in known])
 
-    def _with(self, needs: Flags, products: Flags) -> Schedule:
-        return self.backward(needs, products, (True,) * len(self.program.results), False)
+    def _with(self, needs: Flags, products: Flags, has_beside: bool = False) -> Schedule:
+        dys = (True,) * len(self.program.results)
+        return self.backward(needs, products, dys, False, has_beside)
 
     def forward(self, products: Flags) -> Schedule:
         """Return the schedule of a forward that gives the products that are flagged."""
         return derive.forward_schedule(self.program, products, self.chunks > 1)
 
-    def backward(self, wanted: Flags, products: Flags, dys: Flags, donates: bool) -> Schedule:
+    def backward(
+        self,
+        wanted: Flags,
+        products: Flags,
+        dys: Flags,
+        donates: bool,
+        has_beside: bool = False,
+    ) -> Schedule:
         """Return the schedule of a backward."""
-        key = wanted, products, dys, donates
+        key = wanted, products, dys, donates, has_beside
         if key not in self._backward:
-            flags = (wanted, products, dys, donates, self.chunks > 1)
+            flags = (wanted, products, dys, donates, self.chunks > 1, has_beside)
             self._backward[key] = derive.backward_schedule(self.program, *flags)
         return self._backward[key]
+
+    def has_beside(self, saved: Mapping[Any, Any]) -> bool:
+        """Whether results that are saved beside the inputs are among the saved tensors."""
+        return any(saved.get(name) is not None for name in self.program.saved_beside)
 
     @cached_property
     def described(self) -> dict[str, tuple[int, torch.dtype]]:

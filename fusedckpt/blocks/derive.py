@@ -217,15 +217,18 @@ def backward_schedule(
     dys: Flags,
     donates: bool = False,
     chunked: bool = False,
+    has_beside: bool = False,
 ) -> Schedule:
     """Derive a backward, which returns gradients of inputs, then of parameters.
 
     wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
-    gradient; donates: whether it may write over the products; chunked: for chunks of rows.
+    gradient; donates: whether it may write over the products; chunked: for chunks of rows;
+    has_beside: whether it is given the results that are saved beside the inputs.
     """
     flagged = zip(program.gemm_outputs, products, strict=True)
     saved_products = [name for name, is_saved in flagged if is_saved]
-    saved = frozenset((*saved_products, *program.saved_results))
+    beside = program.saved_beside if has_beside else ()
+    saved = frozenset((*saved_products, *program.saved_results, *beside))
     walk = BackwardWriter(program, wanted, saved, dys, chunked)
     walk.run()
     flags = zip(program.inputs, wanted, strict=False)

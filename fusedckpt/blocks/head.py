@@ -1,7 +1,7 @@
 """A linear to classes and the statistics of its rows, from which layers/head.py makes losses.
 
-Saves x and target: in chunks of rows, backward recomputes the logits and writes their gradient over
-them. At level "preact" it saves the logits, too, in one chunk.
+Saves x, target and the statistics: in chunks of rows, backward recomputes the logits and writes
+their gradient over them. At level "preact" it saves the logits, too, in one chunk.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Statistics(Op):
     kernel: str
     dtype: torch.dtype = torch.float32
 
-    gradients = (("r0", ("r0", "r1")),)
+    gradients = (("r0", ("r0", "r1", "y")),)
 
     def width(self, read: int, weight: Any) -> int:
         """Return how many statistics there are."""
@@ -56,7 +56,7 @@ class Statistics(Op):
         """Write the gradient over the logits."""
         z = grad.reads["r0"]
         target = grad.reads["r1"]
-        args = (grad.dy, z, target, self.rule, self.kernel)
+        args = (grad.dy, z, target, grad.reads["y"], self.rule, self.kernel)
         return {"r0": code.call(statistics_grad, *args, over={"dz": (z,)})}
 
     def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
@@ -145,7 +145,7 @@ class HeadOptions(NamedTuple):
             "chunks": chunks,
             "casts": True,
         }
-        fields = {"dtype": dtype, "gemm_outputs": ("z",)}
+        fields = {"dtype": dtype, "gemm_outputs": ("z",), "saved_beside": ("y",)}
         return b.build(name, {"x": x, "target": target}, ["y"], fields, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:

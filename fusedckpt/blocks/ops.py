@@ -43,13 +43,18 @@ def backward_op(
     if program.saved_results:
         # the inputs of a sum have one gradient, which no op may return twice
         asked[:count] = [any(wanted[:count])] + [False] * (count - 1)
-    tensors = [saved.get(name) for name in (*call.names, *program.saved_results)]
+    tensors = [saved.get(name) for name in given_names(call)]
     op = _donating_op if donates else _backward_op
     results = op(list(dys), list(products.values()), tensors, call.key, list(products), asked)
     grads = [None if t.dim() == ABSENT_DIMS else t for t in results]
     if program.saved_results:
         grads[:count] = [grads[0] if want else None for want in wanted[:count]]
     return grads
+
+
+def given_names(call: BlockCall) -> tuple[Any, ...]:
+    """Return the names of the tensors, products apart, that the op of a backward is given."""
+    return (*call.names, *call.program.saved_results, *call.program.saved_beside)
 
 
 def _forward_code(call: BlockCall, products: Sequence[str]) -> Schedule:
@@ -78,9 +83,13 @@ def _flops_forward(tensors: Any, key: str, products: Any, **_: Any) -> int:
     return _flops(CALLS[key], _forward_code(CALLS[key], products))
 
 
-def _backward_code(call: BlockCall, dys: Sequence[Any], products: Any, wanted: Any) -> Schedule:
+def _backward_code(
+    call: BlockCall, dys: Sequence[Any], products: Any, saved: Sequence[Any], wanted: Any
+) -> Schedule:
     flags = [name in products for name in call.program.gemm_outputs]
-    return call.backward(tuple(wanted), tuple(flags), tuple([dy is not None for dy in dys]), False)
+    has_beside = call.has_beside(dict(zip(given_names(call), saved, strict=True)))
+    has_dys = tuple([dy is not None for dy in dys])
+    return call.backward(tuple(wanted), tuple(flags), has_dys, False, has_beside)
 
 
 def _run_backward(
@@ -94,9 +103,7 @@ def _run_backward(
 ) -> list[Tensor]:
     call = CALLS[key]
     like = next(dy for dy in dys if dy is not None)
-    named = dict(
-        zip((*call.names, *call.program.saved_results, *names), [*saved, *products], strict=True)
-    )
+    named = dict(zip((*given_names(call), *names), [*saved, *products], strict=True))
     grads = run.backward(call, tuple(wanted), dys, like, named, donates)
     for index, dtype in enumerate(call.dtypes):
         # each sum is freed as it is rounded
@@ -114,7 +121,8 @@ def _fake_backward(
 ) -> list[Tensor]:
     call = CALLS[key]
     like = next(dy for dy in dys if dy is not None)
-    pairs = zip(_backward_code(call, dys, names, wanted).results, call.metas, strict=True)
+    code = _backward_code(call, dys, names, saved, wanted)
+    pairs = zip(code.results, call.metas, strict=True)
     return [
         _absent(like) if result is None else like.new_empty(meta.shape, dtype=meta.dtype)
         for result, meta in pairs
@@ -124,7 +132,7 @@ def _fake_backward(
 def _flops_backward(
     dys: list[Any], products: Any, saved: Any, key: str, names: Any, wanted: Any, **_: Any
 ) -> int:
-    return _flops(CALLS[key], _backward_code(CALLS[key], dys, names, wanted))
+    return _flops(CALLS[key], _backward_code(CALLS[key], dys, names, saved, wanted))
 
 
 _forward_op = define(

@@ -102,6 +102,8 @@ class Program(NamedTuple):
     gemm_outputs: tuple[str, ...] = ()
     # results that are saved in place of the inputs
     saved_results: tuple[str, ...] = ()
+    # results that are saved beside the inputs, but in no checkpoint: it would compute them for that
+    saved_beside: tuple[str, ...] = ()
     # how many dimensions make one row
     num_dims: int = 1
     # of the inputs, where a linear reads them

@@ -88,7 +88,8 @@ def backward(
     """
     results = call.program.results
     products = tuple(map(IS_PRESENT, map(saved.get, call.program.gemm_outputs)))
-    code = call.backward(wanted, products, tuple(map(IS_PRESENT, dys)), donates)
+    has_beside = call.has_beside(saved)
+    code = call.backward(wanted, products, tuple(map(IS_PRESENT, dys)), donates, has_beside)
     with below():
         args = _arguments(call, code, saved, dys)
         if call.chunks == 1:

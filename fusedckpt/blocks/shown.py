@@ -120,11 +120,12 @@ def _layer_of(node: Any) -> LayerSchedule:
     products = tuple([place >= 0 for place in saved.product_places])
     wanted = tuple(node.needs_input_grad[2:])
     dys = (True,) * len(program.results)
-    backward = call.backward(wanted, products, dys, any(products))
+    has_beside = not set(program.saved_beside).isdisjoint(saved.names)
+    backward = call.backward(wanted, products, dys, any(products), has_beside)
     recipes = _recipes_of(node)
     names = [
         *[name for name in program.inputs if name in saved.names],
-        *[name for name in program.saved_results if name in saved.names],
+        *[name for name in (*program.saved_results, *program.saved_beside) if name in saved.names],
         *itertools.compress(program.gemm_outputs, products),
     ]
     saves = {name: 0 if name in recipes else _bytes_of(call, name) for name in names}

@@ -47,6 +47,8 @@ def gated_norms() -> None:
     rule = gated_norm.GatedNormRule
     for n, dtype, options in (
         (5120, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
+        (10240, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
+        (8192, torch.bfloat16, rule(1e-6)),
         (8192, torch.bfloat16, rule(1e-5, groups=8, gates_first=True, cast="llama")),
         (7168, torch.float32, rule(1e-5, groups=2, gates_first=True)),
         (128, torch.bfloat16, rule(1e-6, cast="llama")),
@@ -93,8 +95,8 @@ def heads() -> None:
         for n in (128256, 50257, 17):
             u, target = meta(512, n, dtype=dtype), meta(512, 1, dtype=torch.int64)
             for rule in (LogitRule(), LogitRule(0.5, 30.0, 1.2, entropy=True)):
-                dy = statistics(u, target, rule, "triton")
-                statistics_grad(dy, u, target, rule, "triton", dz=u)
+                y = statistics(u, target, rule, "triton")
+                statistics_grad(torch.empty_like(y), u, target, y, rule, "triton", dz=u)
 
 
 def gates() -> None:
@@ -134,9 +136,9 @@ def routes(
 
 def near_limits() -> None:
     """The launches that take almost all the registers that they may."""
-    for n in (768, 2048, 4096, 8192):
+    for n in (768, 2048, 4096, 8192, 16384):
         norm_grads(n)
-    for n in (4096, 8192):
+    for n in (4096, 8192, 16384):
         rare_norm_grads(n)
     gated_norms()
 

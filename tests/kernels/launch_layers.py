@@ -46,7 +46,7 @@ runtime.BLOCK_ELEMENTS = sys.maxsize
 ATEN = ("mm", "addmm", "add", "add_", "mul", "sum", "index_select")
 TOKENS, D, F = 512, 4096, 14336
 EXPERTS, TOP_K, EXPERT_D, EXPERT_F = 128, 8, 2048, 768
-WIDE, MISALIGNED = 20480, 1001
+SPLIT, WIDE, MISALIGNED = 12288, 20480, 1001
 
 
 def libcuda() -> ctypes.CDLL:
@@ -98,13 +98,14 @@ LAUNCHES = {
     "linear_act fused float32": ("2 map, gemm", "2 map, gemm, sum_partials, 2 mm"),
     "rms_norm": ("norm", "norm_grad, sum_partials"),
     "rms_norm frozen": ("norm", "norm_grad"),
-    "rms_norm wide": ("wide_norm", "wide_dx, wide_dw, sum_partials"),
+    "rms_norm split": ("norm", "split_norm_grad, sum_partials"),
+    "rms_norm wide": ("wide_norm", "wide_stats, wide_grad, sum_partials"),
     "layer_norm": ("norm", "norm_grad, sum_partials"),
     "gated_rms_norm": ("gated_norm", "gated_norm_grad, sum_partials"),
     "add_rms_norm": ("norm", "norm_grad, sum_partials"),
     "add_layer_norm": ("norm", "norm_grad, sum_partials"),
     "norm_linear": ("norm, 3 mm", "norm, 4 mm, 2 addmm, norm_grad, sum_partials"),
-    "token_logprobs": ("mm, cross_entropy", "3 mm, add_, cross_entropy"),
+    "token_logprobs": ("mm, cross_entropy", "3 mm, add_, cross_entropy_grad"),
     "mlp split": ("2 addmm, act", "addmm, act_grad, sum_partials, 4 mm, sum"),
     "regelu2": ("coded_act", "coded_grad"),
     "mlp hybrid": ("2 addmm, act", "addmm, 2 map, gemm, sum_partials, 3 mm, sum"),
@@ -165,6 +166,10 @@ def layers() -> dict[str, tuple[Callable[..., Any], Sequence[Tensor]]]:
         ),
         "rms_norm": (lambda x, w: functional.rms_norm(x, D, w), (x, norm_weight)),
         "rms_norm frozen": (lambda x: functional.rms_norm(x, D), (x,)),
+        "rms_norm split": (
+            lambda x, w: functional.rms_norm(x, SPLIT, w),
+            (leaf(TOKENS, SPLIT), leaf(SPLIT)),
+        ),
         "rms_norm wide": (lambda x, w: functional.rms_norm(x, WIDE, w), (wide, leaf(WIDE))),
         "layer_norm": (lambda x, w, b: functional.layer_norm(x, D, w, b), (x, down_bias, leaf(D))),
         "gated_rms_norm": (

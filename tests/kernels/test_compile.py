@@ -44,6 +44,7 @@ def test_guard(compiled, chip):
         "act_kernel",
         "act_grad_kernel",
         "cross_entropy_kernel",
+        "cross_entropy_grad_kernel",
         "coded_act_kernel",
         "coded_grad_kernel",
         "dropout_kernel",
@@ -51,12 +52,15 @@ def test_guard(compiled, chip):
         "norm_grad_kernel",
         "gated_norm_kernel",
         "gated_norm_grad_kernel",
+        "wide_gated_norm_kernel",
+        "wide_gated_norm_grad_kernel",
         "modulated_norm_kernel",
         "channel_norm_kernel",
         "gated_sum_kernel",
         "wide_norm_kernel",
-        "wide_dx_kernel",
-        "wide_dw_kernel",
+        "split_norm_grad_kernel",
+        "wide_stats_kernel",
+        "wide_grad_kernel",
         "sum_partials_kernel",
     }
 
@@ -70,8 +74,12 @@ def test_kernels_of_sm_80_fit_chips_that_share_their_ptx(compiled, chip):
     """There only those near a limit are compiled: the others have room for all that may differ."""
     records = [record for record in compiled if record.target == chip]
     first = {record.ptx: record for record in compiled if record.target == "sm_80"}
-    assert {record.ptx for record in records} <= first.keys()
+    # rows that do not fit the shared memory of these chips take other kernels there
+    smaller = {"wide_stats_kernel", "wide_grad_kernel"}
+    assert {record.ptx for record in records if record.kernel not in smaller} <= first.keys()
     for ptx in first.keys() - {record.ptx for record in records}:
+        if first[ptx].kernel == "split_norm_grad_kernel":
+            continue
         assert first[ptx].registers + ROOM <= first[ptx].max_registers, first[ptx].label
         assert first[ptx].shared <= CHIPS[chip].shared, first[ptx].label
 
@@ -79,7 +87,8 @@ def test_kernels_of_sm_80_fit_chips_that_share_their_ptx(compiled, chip):
 @pytest.mark.parametrize("chip", [name for name in CHIPS if name.startswith("sm_")])
 def test_all_programs_of_a_norms_gradient_run_at_the_same_time(compiled, chip):
     """One that waits for the others would take as long again."""
-    gradients = [r for r in compiled if (r.target, r.kernel) == (chip, "norm_grad_kernel")]
+    kernels = ("norm_grad_kernel", "split_norm_grad_kernel")
+    gradients = [r for r in compiled if r.target == chip and r.kernel in kernels]
     assert len(gradients) >= 10, chip
     for record in gradients:
         registers = -(-record.registers // 8) * 8 * 32 * record.num_warps

@@ -34,6 +34,10 @@ WIDE = [(3, MAX_GRAD_BLOCK), (3, MAX_GRAD_BLOCK + 1), (2, 12345), (3, MAX_BLOCK 
     [
         *(("layer_norm", shape) for shape in WIDE),
         *(("llama", shape) for shape in WIDE),
+        # rows of whole vectors
+        ("llama", (3, 12288)),
+        ("rms_norm", (3, MAX_BLOCK // 2 + 16)),
+        ("layer_norm", (3, 12288)),
         ("rms_norm", WIDE[2]),
         ("add_rms_norm", WIDE[3]),
     ],
@@ -58,7 +62,9 @@ def test_long_rows(function, shape):
     assert ("wide_norm_kernel" in count) == (n > MAX_BLOCK)
     # float32 takes twice the registers
     fits = MAX_GRAD_BLOCK if options else MAX_GRAD_BLOCK // 2
-    assert ("wide_dw_kernel" in count) == (n > fits)
+    splits = function.endswith("rms_norm") and n % 16 == 0 and fits < n <= MAX_BLOCK
+    assert ("split_norm_grad_kernel" in count) == splits
+    assert ("wide_grad_kernel" in count) == (n > fits and not splits)
 
 
 @needs_triton

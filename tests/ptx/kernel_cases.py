@@ -146,10 +146,12 @@ def gated_norm_cases() -> list[KernelCase]:
     grouped = gated_norm.GatedNormRule(1e-5, groups=2, gates_first=True)
     qwen = gated_norm.GatedNormRule(1e-6, cast="llama")
     kimi = gated_norm.GatedNormRule(1e-6, "sigmoid")
+    plain = gated_norm.GatedNormRule(1e-6)
     eight = gated_norm.GatedNormRule(1e-5, groups=8, gates_first=True, cast="llama")
     rows = [
         *(("bf16", 3, 2100, mamba), ("bf16", 3, 8 * 600, eight), ("f32", 3, 2 * 2100, grouped)),
-        *(("bf16", 70, 128, qwen), ("bf16", 70, 101, kimi)),
+        *(("bf16", 70, 128, qwen), ("bf16", 70, 101, kimi), ("f16", 5, 1016, qwen)),
+        *(("bf16", 2, 8192, plain), ("bf16", 3, 5120, mamba), ("bf16", 3, 8200, mamba)),
     ]
     return [
         KernelCase(
@@ -179,12 +181,13 @@ def head(kind: str, n: int, rule: cross_entropy.LogitRule) -> Results:
         dy[:, 3] = 0
     place = u.clone()
     statistics = cross_entropy.statistics(u, target, rule, "triton")
-    dz = cross_entropy.statistics_grad(dy, u, target, rule, "triton")
-    cross_entropy.statistics_grad(dy, place, target, rule, "triton", dz=place)
+    dz = cross_entropy.statistics_grad(dy, u, target, statistics, rule, "triton")
+    cross_entropy.statistics_grad(dy, place, target, statistics, rule, "triton", dz=place)
 
     def eager(u: Tensor, dy: Tensor) -> Sequence[Maybe]:
-        dz = cross_entropy.statistics_grad(dy, u, target, rule, "aten")
-        return cross_entropy.statistics(u, target, rule, "aten"), dz, dz
+        y = cross_entropy.statistics(u, target, rule, "aten")
+        dz = cross_entropy.statistics_grad(dy, u, target, y, rule, "aten")
+        return y, dz, dz
 
     return beside((statistics, dz, place), eager, u, dy)
 
@@ -235,6 +238,15 @@ def norm_cases() -> list[KernelCase]:
             for m, n in ((19, 64), (3, 4096), (2, 16400))
         ),
         named(normed, "rms", "bf16", 19, 301, cast="llama"),
+        # rows of parts, and of a width that fits none
+        named(normed, "rms", "bf16", 3, 12288, cast="llama"),
+        named(normed, "rms", "f32", 2, 12288),
+        named(normed, "rms", "f16", 2, 8200),
+        named(normed, "layer", "f32", 34, 4112),
+        named(norm_of_sums, "rms", 2, 16384),
+        named(norm_of_sums, "rms", 2, 16400),
+        named(norm_of_sums, "layer", 2, 8192),
+        named(normed, "rms", "f32", 2, 16400),
         named(normed, "layer", "f32", 3, 4100),
         named(normed, "layer", "f16", 4, 2048),
         named(norm_of_sums, "layer", 18, 64),
@@ -250,7 +262,9 @@ def head_cases() -> list[KernelCase]:
         "plain": cross_entropy.LogitRule(),
         "capped": cross_entropy.LogitRule(0.5, 30.0, 1.2, entropy=True),
     }
-    sizes = [("plain", 9000), ("capped", 4097), ("plain", 17), ("capped", 17)]
+    # rows of whole vectors, and odd ones
+    sizes = [("plain", 9008), ("capped", 4112), ("plain", 9001), ("capped", 4097)]
+    sizes += [("plain", 17), ("capped", 17)]
     return [
         KernelCase(f"head/{kind}-{n}-{rule}", partial(head, kind, n, rules[rule]))
         for kind in ("bf16", "f16", "f32")

@@ -276,7 +276,7 @@ def test_registers_are_packed_and_unpacked():
     execute(
         """
         mul.wide.u32 %rd10, %r0, 2; add.s64 %rd11, %rd10, %rd0; add.s64 %rd12, %rd10, %rd1;
-        ld.global.b16 %rs0, [%rd11]; ld.global.b16 %rs1, [%rd12];
+        ld.global.b16 %rs0, [%rd11]; ld.global.cg.b16 %rs1, [%rd12];
         mov.b32 %r1, {%rs0, %rs1};
         mov.b32 {%rs2, %rs3}, %r1;
         mov.b32 %r2, {%rs3, %rs2};
@@ -298,6 +298,7 @@ def test_registers_are_packed_and_unpacked():
         ("add.rz.f32 %r1, %r2, %r3", "add.rz.f32"),
         ("cvt.rn.relu.bf16x2.f32 %r1, %r2, %r3", "cvt.rn.relu.bf16x2.f32"),
         ("ld.global.nc.b32 %r1, [%rd0]", "ld.global.nc.b32"),
+        ("ld.shared.cg.b32 %r1, [%rd0]", "ld.shared.cg.b32"),
         ("prmt.b32.f4e %r1, %r2, %r3, %r4", "prmt.b32.f4e"),
         ("bar.red.popc.u32 %r1, 0, %p1", "bar.red.popc.u32"),
     ],
