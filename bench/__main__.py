@@ -17,6 +17,7 @@ COMMANDS = {
     "host": "compare the time that the host takes for a layer, and its launches and waits",
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
+    "predict": "predict the time of kernels on cards that are not there; nothing is measured",
     "shares": "count the bytes that models save, before and after fuse",
 }
 # those that are `ways` with other defaults

@@ -41,8 +41,8 @@ def width(opcode: str) -> int:
     return next((WIDTHS[part] for part in opcode.split(".") if part in WIDTHS), 4)
 
 
-def body(sass: str) -> Body:
-    """Read the listing of one kernel."""
+def loops(sass: str) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the opcodes of a kernel's listing, and the first and last of each jump back."""
     opcodes: list[str] = []
     labels: dict[str, int] = {}
     jumps: list[tuple[int, str]] = []
@@ -53,12 +53,17 @@ def body(sass: str) -> Body:
             if found[1].startswith("BRA") and (target := re.search(r"\((\.L\w+)\)", found[2])):
                 jumps.append((len(opcodes), target[1]))
             opcodes.append(found[1])
-    loops = [(labels[label], at + 1) for at, label in jumps if labels.get(label, at + 1) < at]
+    return opcodes, [(labels[x], at + 1) for at, x in jumps if labels.get(x, at + 1) < at]
+
+
+def body(sass: str) -> Body:
+    """Read the listing of one kernel."""
+    opcodes, spans = loops(sass)
     loads = [at for at, opcode in enumerate(opcodes) if re.match(f"{READ}|{COPY}", opcode)]
-    loops = [(start, end) for start, end in loops if any(start <= at < end for at in loads)]
+    spans = [(start, end) for start, end in spans if any(start <= at < end for at in loads)]
     # the wait for a tensor map's tile lies behind the kernel's end, and jumps back from there
     pick = min if any(opcode.startswith("UTMALDG") for opcode in opcodes) else max
-    start, end = pick(loops, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
+    start, end = pick(spans, key=lambda span: span[1] - span[0], default=(0, len(opcodes)))
     inside = opcodes[start:end]
     return Body(
         sum(opcode != "NOP" for opcode in inside),
