@@ -92,16 +92,16 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
 
 # forward, backward
 CALLS: dict[str, tuple[int, int]] = {
-    "functional.rms_norm": (18, 25),
-    "RMSNorm": (23, 25),
-    "LayerNorm": (23, 18),
-    "Linear": (20, 22),
-    "MLP": (26, 23),
-    "GatedMLP": (28, 22),
-    "a swapped norm": (23, 25),
-    "a swapped MLP": (71, 23),
-    "a swapped gated MLP": (31, 22),
-    "a swapped gated MLP in a checkpoint": (95, 39),
+    "functional.rms_norm": (18, 27),
+    "RMSNorm": (23, 27),
+    "LayerNorm": (23, 20),
+    "Linear": (20, 24),
+    "MLP": (26, 25),
+    "GatedMLP": (28, 24),
+    "a swapped norm": (23, 27),
+    "a swapped MLP": (71, 25),
+    "a swapped gated MLP": (31, 24),
+    "a swapped gated MLP in a checkpoint": (95, 41),
     "a swapped attention": (429, 331),
 }
 
