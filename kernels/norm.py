@@ -8,7 +8,7 @@ half that in float32, beside a program's share of dw. Longer rows have kernels o
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -81,31 +81,54 @@ def programs_for(m: int, block_m: int, resident: int, units: int) -> int:
     return max(1, min(cdiv(m, block_m), resident * units, max(units, m // 8)))
 
 
-def stages_for(*tensors: Tensor | None) -> int:
-    """Return how many tiles of rows of these are under way in norm_grad at once, and one more.
+def stages_for(column_bytes: int, target: str) -> int:
+    """Return how many tiles of rows are under way in norm_grad at once, and one more.
 
     Then 32 KiB or more are loading, and at most 192 KiB of shared memory are taken.
     """
-    if not arch().startswith("sm_"):
+    if not target.startswith("sm_"):
         return 1
-    return 3 if bytes_per_column(*tensors) <= 6 else 2
+    return 3 if column_bytes <= 6 else 2
 
 
 def bytes_per_column(*tensors: Tensor | None) -> int:
     """Return the bytes of a column of a row, in all of these together."""
-    return sum(t.element_size() for t in tensors if t is not None)
+    size = 0
+    for t in tensors:  # a generator costs more
+        size += 0 if t is None else t.element_size()
+    return size
 
 
-def resident_programs(
-    tile: dict[str, int], stages: int, column_bytes: int, device: torch.device
-) -> int:
+def resident_programs(tile: dict[str, int], stages: int, column_bytes: int, shared: int) -> int:
     """Return how many programs of norm_grad a multiprocessor holds at a time.
 
-    Registers hold 16 warps with 128 for each thread; shared memory holds the tiles that load.
+    Registers hold 16 warps with 128 for each thread; the bytes `shared` hold the tiles that load.
     """
     loading = (stages - 1) * tile["BLOCK_M"] * tile["BLOCK_N"] * column_bytes
-    fitting = shared_per_multiprocessor(device) // (loading + BESIDE_TILES)
+    fitting = shared // (loading + BESIDE_TILES)
     return max(1, min(16 // tile["num_warps"], fitting))
+
+
+# decided once for rows of equal sizes
+@lru_cache(1024)
+def rows_plan(
+    sizes: tuple[int, int], share: int, kind: str, column_bytes: int, chip: tuple[int, int, str]
+) -> tuple[int, dict[str, int]]:
+    """Return norm_grad's programs, and its constants and options, for rows of sizes [M, N].
+
+    chip: its multiprocessors, the bytes of shared memory of one, and the target, see `arch`.
+    """
+    m, n = sizes
+    units, shared, target = chip
+    tile = grad_rows_for(n, share, kind)
+    stages = stages_for(column_bytes, target)
+    resident = resident_programs(tile, stages, column_bytes, shared)
+    programs = programs_for(m, tile["BLOCK_M"], resident, units)
+    how = tile | {"STAGES": stages}
+    if target.startswith("sm_"):
+        # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
+        how["maxnreg"] = 128
+    return programs, how
 
 
 def check_operands(matrices: Sequence[Tensor | None], vectors: Sequence[Tensor | None]) -> None:
@@ -186,32 +209,28 @@ def norm_grad(
     fits = n * 16 <= MAX_GRAD_BLOCK * share
     parts = 1 if fits else parts_of(dy, dtotal, x, rule)
     units = num_multiprocessors(x.device)
-    tile = grad_rows_for(n, share, rule.kind) if fits else WIDE_TILE
-    stages = stages_for(dy, dtotal, x)
+    column_bytes = bytes_per_column(dy, dtotal, x)
+    how: Mapping[str, int] = {}
     if fits:
-        column_bytes = bytes_per_column(dy, dtotal, x)
-        resident = resident_programs(tile, stages, column_bytes, x.device)
-        programs = programs_for(m, tile["BLOCK_M"], resident, units)
+        chip = units, shared_per_multiprocessor(x.device), arch()
+        programs, how = rows_plan((m, n), share, rule.kind, column_bytes, chip)
     elif parts:
         programs = max(1, min(m, units // parts))
     else:
         blocks = cdiv(n, WIDE_TILE["BLOCK_N"])
         programs = max(1, min(cdiv(m, WIDE_TILE["BLOCK_M"]), cdiv(WIDE_PROGRAMS * units, blocks)))
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
-    dw, db = (x.new_empty(programs, n, dtype=torch.float32) if need else None for need in needs[1:])
+    dw = x.new_empty(programs, n, dtype=torch.float32) if needs[1] else None
+    db = x.new_empty(programs, n, dtype=torch.float32) if needs[2] else None
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
     t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
     numbers = m, n, rule.eps, rule.offset
     if fits:
-        how = tile | {"STAGES": stages}
-        if arch().startswith("sm_"):
-            # left to itself sm_100 takes 64 for float32 rows of 4096, and spills eight bytes
-            how["maxnreg"] = 128
         norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
     elif parts:
         launch_split(t, numbers, rule, parts, programs)
     else:
-        launch_wide(t, numbers, rule, stages, programs)
+        launch_wide(t, numbers, rule, stages_for(column_bytes, arch()), programs)
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 
 
