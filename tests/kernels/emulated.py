@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Launch:
     shared: int
     num_warps: int
     # executed instructions by class, and all
-    classes: Counter[str] = field(default_factory=Counter)
+    classes: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     instructions: float = 0.0
     barriers: float = 0.0
     # groups of loads that wait for one another
@@ -85,10 +85,11 @@ def recorded(arch: str, units: int) -> Iterator[list[Launch]]:
         def run(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             kernel = compiled(function, *args, grid=grid, warmup=True, **kwargs)
             known = compile_only._read(kernel)
+            x, y, z = (*map(int, grid), 1, 1)[:3]
             launches.append(
                 Launch(
                     function.fn.__name__,
-                    (*map(int, grid), 1, 1)[:3],
+                    (x, y, z),
                     launching.bound_arguments(function, args, kwargs),
                     kernel,
                     known["registers"],
