@@ -207,7 +207,7 @@ def norm_grad(
     (m, n) = x.shape
     share = share_for(dy, x, rule)
     fits = n * 16 <= MAX_GRAD_BLOCK * share
-    parts = 1 if fits else parts_of(dy, dtotal, x, rule)
+    parts = 1 if fits else row_parts(dy, dtotal, x, rule)
     units = num_multiprocessors(x.device)
     column_bytes = bytes_per_column(dy, dtotal, x)
     how: Mapping[str, int] = {}
@@ -234,7 +234,7 @@ def norm_grad(
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 
 
-def parts_of(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> int:
+def row_parts(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> int:
     """Return into how many parts split_norm_grad cuts rows, 0 where it does not fit.
 
     Its registers are enough for RMSNorm, with rows of whole vectors; a row and its tile of dtotal

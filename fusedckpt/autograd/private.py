@@ -337,9 +337,24 @@ hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Ten
 _early: Any = _probe("_post_accumulate_grad_hooks.__get__", _none, Tensor)
 
 
+def hooks_after_accumulation(tensor: Tensor) -> list[Callable[[Any], Any]]:
+    """Return the hooks of a parameter that run when its gradient is complete."""
+    return [*(_early(tensor) or {}).values()]
+
+
 def updates_early(tensor: Tensor) -> bool:
     """Whether a parameter has hooks that run when its gradient is complete."""
     return bool(_early(tensor))
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether nn.DataParallel made a module for one call on a device."""
+    return getattr(module, "_is_replica", False)
+
+
+def optimizers_in_backward(parameter: Tensor) -> list[Any]:
+    """Return the optimizers that torch's own functions step in a parameter's backward."""
+    return [*getattr(parameter, "_in_backward_optimizers", ())]
 
 
 # the module by which Dynamo runs frames, there before Dynamo is imported. Without it torch's

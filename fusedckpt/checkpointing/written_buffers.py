@@ -22,8 +22,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fusedckpt.autograd import private
 
@@ -50,6 +48,11 @@ class BufferPlace(NamedTuple):
 
 # whether a module trains, and the code of the function that calls it, None for the module itself
 _Key = tuple[bool, Any]
+# classes of torch whose buffers are statistics
+_WITH_STATISTICS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 # of modules that were called: the buffers that are written then
 _WRITTEN: weakref.WeakKeyDictionary[nn.Module, dict[_Key, list[BufferPlace]]]
 _WRITTEN = weakref.WeakKeyDictionary()
@@ -207,7 +210,7 @@ def _is_statistic(module: nn.Module, name: str) -> bool:
     """
     if isinstance(module, torch.jit.ScriptModule):
         return True
-    if not isinstance(module, (_BatchNorm, _InstanceNorm)):
+    if not isinstance(module, _WITH_STATISTICS):
         return False
     forward = type(module).forward.__module__
     return name == "num_batches_tracked" or forward.startswith("torch.nn.modules.")

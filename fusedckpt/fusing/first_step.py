@@ -297,7 +297,7 @@ def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) ->
 
 def _obstacle(module: nn.Module, args: Any) -> str | None:
     """Return why a training call cannot be looked into, None if it can."""
-    if _on_trial.get() or getattr(module, "_is_replica", False):
+    if _on_trial.get() or private.is_replica(module):
         return "it was a trial, or ran on a replica"
     if private.are_transforms_active() or dispatch.is_recorded(args[0] if args else None):
         return "it was traced or transformed"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
+from fusedckpt.autograd import private
 from fusedckpt.autograd.private import pytree
 from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -297,9 +298,8 @@ def _check_hooks(name: str, model: nn.Module, optimizers: Sequence[Optimizer]) -
     # by id of a hook, the optimizers that it has
     known: dict[int, list[Optimizer]] = {}
     for key, parameter in model.named_parameters():
-        # of torch's own functions for optimizers in backward
-        stepping = [*getattr(parameter, "_in_backward_optimizers", ())]
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        stepping = private.optimizers_in_backward(parameter)
+        for hook in private.hooks_after_accumulation(parameter):
             if id(hook) not in known:
                 known[id(hook)] = [*_optimizers_in(hook, 3)]
             stepping += known[id(hook)]

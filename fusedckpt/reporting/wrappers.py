@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fusedckpt.autograd import private
 from fusedckpt.autograd.private_sharding import fsdp_lazy_state
 from fusedckpt.memory import nbytes_of
 
@@ -80,7 +81,7 @@ def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
                 yield module, name, parameter
 
 
-def _set(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+def _set(module: nn.Module, name: str, parameter: Any) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = parameter
     else:
@@ -94,7 +95,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     made.__class__ = parameter.__class__
     vars(made).update(vars(parameter))
     made._backward_hooks = parameter._backward_hooks
-    if parameter._post_accumulate_grad_hooks:
+    if private.updates_early(parameter):
         made.register_post_accumulate_grad_hook(partial(_run_hooks, parameter))
     return made
 
@@ -102,6 +103,6 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def _run_hooks(parameter: nn.Parameter, stand_in: Any) -> None:
     """Run the hooks of a parameter, such as the step of its optimizer, on that parameter."""
     parameter.grad, stand_in.grad = stand_in.grad, None
-    for hook in [*parameter._post_accumulate_grad_hooks.values()]:  # type: ignore[attr-defined]
+    for hook in private.hooks_after_accumulation(parameter):
         hook(parameter)
     stand_in.grad, parameter.grad = parameter.grad, None

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
 from fusedckpt.autograd import private, private_sharding
-from fusedckpt.fusing import op_recorder
+from fusedckpt.fusing import recorded_block
 
 # in which names are taken away together, a process each
 GROUPS = 7
@@ -81,7 +81,7 @@ MISSING = {
     # without the variables of torch's: the layer does its work in the recompute
     "closure": (private, "num_wanted", lambda pack: None),
     # fuse leaves what it cannot read
-    "schemas": (op_recorder, "schema_of", lambda op: op._no_such_schema),
+    "schemas": (recorded_block, "schema_of", lambda op: op._no_such_schema),
 }
 
 
