@@ -172,6 +172,8 @@ class FuseReport:
             more = f" and {others} other classes" if others > 0 else ""
             named = ", ".join(f"{count} x {name}" for name, count in counts[:_MOST_CLASSES])
             yield f"looked at {named}{more}"
+            if RECIPES_OBSTACLE not in attributes:
+                yield "fuse(model, recipes=True) makes activations, sums and other norms again"
         if self.swapped or self.already:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 

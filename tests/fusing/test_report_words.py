@@ -94,5 +94,6 @@ def test_where_nothing_was_found_the_classes_are_named():
     assert str(fuse(model)) == (
         "fused 0 modules, left 0\n"
         "found no norm, MLP, attention, experts, or linear with an activation\n"
-        "looked at 2 x Conv2d, 1 x Sequential, 1 x ReLU, 1 x Flatten"
+        "looked at 2 x Conv2d, 1 x Sequential, 1 x ReLU, 1 x Flatten\n"
+        "fuse(model, recipes=True) makes activations, sums and other norms again"
     )
