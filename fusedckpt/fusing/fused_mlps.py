@@ -71,7 +71,8 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
         return original(x)
     save = module.save
     level = levels.override.level or save
-    if level not in reader.levels or save not in reader.levels:
+    # an array that equals a level is in the tuple, too
+    if type(save) is not str or level not in reader.levels or save not in reader.levels:
         level = _level_now(save, match.block.kind, reader.levels)
     sharding = module._fusedckpt_sharding
     if sharding is not None:

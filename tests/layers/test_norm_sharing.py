@@ -350,4 +350,4 @@ def test_python_work_of_a_shared_norm():
         forward()
         loss.pop().backward()
         assert calls_of_ours(forward) <= 59
-        assert calls_of_ours(loss[0].backward) <= 61
+        assert calls_of_ours(loss[0].backward) <= 63
