@@ -439,7 +439,8 @@ def gated_norm_grad(
         is_one = tile["BLOCK_M"] == 1
         tile["num_warps"] = warps_of(tile, share if is_one else 8)
         is_nvidia = arch().startswith("sm_")
-        chunks = 2 if is_one else 1
+        # two spill on sm_100 where the gate comes last
+        chunks = (4 if arch() == "sm_100" else 2) if is_one else 1
         tile["BLOCK_N"] //= chunks
         how = {"CHUNKS": chunks, "STAGES": 2 if is_nvidia else 1, "HOLDS": is_nvidia}
     if arch().startswith("sm_"):

@@ -104,8 +104,11 @@ def resident_programs(tile: dict[str, int], stages: int, column_bytes: int, shar
 
     Registers hold 16 warps with 128 for each thread; the bytes `shared` hold the tiles that load.
     """
-    loading = (stages - 1) * tile["BLOCK_M"] * tile["BLOCK_N"] * column_bytes
-    fitting = shared // (loading + BESIDE_TILES)
+    size = tile["BLOCK_M"] * tile["BLOCK_N"]
+    loading = (stages - 1) * size * column_bytes
+    # four rows or more leave through as much as two bytes of each element
+    beside = BESIDE_TILES + (2 * size if tile["BLOCK_M"] > 2 else 0)
+    fitting = shared // (loading + beside)
     return max(1, min(16 // tile["num_warps"], fitting))
 
 
@@ -242,6 +245,9 @@ def row_parts(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> i
     """
     n = x.shape[1]
     part = MAX_GRAD_BLOCK // 2 if max(dy.element_size(), x.element_size()) > 2 else MAX_GRAD_BLOCK
+    if dtotal is not None and arch() == "sm_100":
+        # there 8192 columns beside those of dtotal spill 12 bytes
+        part = MAX_GRAD_BLOCK // 2
     parts = next_power_of_2(cdiv(n, part))
     rows = [t for t in (dy, dtotal, x) if t is not None]
     loading = parts * part * bytes_per_column(dy, x)

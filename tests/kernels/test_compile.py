@@ -29,8 +29,10 @@ def test_guard(compiled, chip):
         # the rest is that of sm_80: see below
         assert len(records) >= 20
         return
+    # long rows take two kernels on AMD's chips
+    split = {"split_norm_grad_kernel"} if chip.startswith("sm_") else set()
     kernels = {record.kernel for record in records}
-    assert kernels == {
+    assert kernels == split | {
         "gemm_kernel",
         "grouped_gemm_kernel",
         "grouped_grad_kernel",
@@ -58,7 +60,6 @@ def test_guard(compiled, chip):
         "channel_norm_kernel",
         "gated_sum_kernel",
         "wide_norm_kernel",
-        "split_norm_grad_kernel",
         "wide_stats_kernel",
         "wide_grad_kernel",
         "sum_partials_kernel",
