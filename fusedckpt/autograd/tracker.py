@@ -98,6 +98,8 @@ class Tracker:
         forward and backward alone.
     is_whole: whether no module gathers its parameters for its call alone.
     floor: the bytes of a tensor that is worth a recipe.
+    note_remade: called with each tensor that a recipe stands for, but for those of a layer that
+        saves recipes without a tracker, too.
     """
 
     def __init__(
@@ -108,8 +110,10 @@ class Tracker:
         copies_parameters: bool = True,
         is_whole: bool = False,
         floor: int = 0,
+        note_remade: Count = None,
     ):
         self.count = count
+        self.note_remade = note_remade
         self.floor = floor
         self.copies_parameters = copies_parameters
         self.is_whole = is_whole
@@ -180,11 +184,13 @@ class Tracker:
         So a layer that saves recipes without a tracker saves the same ones with it.
         """
         before = self.floor, self.limit, self.copies_parameters
+        note_remade, self.note_remade = self.note_remade, None
         self.floor, self.limit, self.copies_parameters = 0, NO_LIMIT, copies_parameters
         try:
             yield
         finally:
             self.floor, self.limit, self.copies_parameters = before
+            self.note_remade = note_remade
 
     def end(self) -> None:
         """Keep no recipes but those of saved tensors: the forward is over."""
@@ -283,6 +289,8 @@ class Tracker:
         if made is not None:
             view.check = known.check
             made.add_reader(self.count)
+            if self.note_remade is not None:
+                self.note_remade(tensor)
         elif self.count is not None:
             # the tensor itself, as a view of a parameter is known by its graph
             self.count(tensor)

@@ -405,6 +405,10 @@ class _StepObserver(RunObserver):
         # an output as it is would hold its own node
         return _Saved(tensor.detach(), tensor._version)
 
+    def note_remade(self, tensor: Tensor) -> None:
+        """Count a tensor that a recipe stands for, so that recipes change no decision."""
+        self._count(tensor)
+
     def unpack(self, packed: Any) -> Tensor:
         """Return a saved tensor; torch checks no version where there are hooks."""
         now = packed.tensor._version

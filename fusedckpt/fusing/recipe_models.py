@@ -31,7 +31,12 @@ def recipes_on(model: nn.Module) -> Iterator[None]:
     hooks = private.top_hooks()
     floor = recipe_mode.FLOOR_BYTES
     count = None if hooks is None else hooks[0]
-    tracker = Tracker(count, is_whole=not any(map(_may_gather, model.modules())), floor=floor)
+    tracker = Tracker(
+        count,
+        is_whole=not any(map(_may_gather, model.modules())),
+        floor=floor,
+        note_remade=getattr(getattr(count, "__self__", None), "note_remade", None),
+    )
     with tracking(tracker), recipe_mode.RecipeMode(tracker, floor):
         yield
 
