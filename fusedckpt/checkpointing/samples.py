@@ -121,7 +121,10 @@ class Gather:
         if groups:
             with private.unseen():
                 for indices in groups.values():
-                    elements = torch.cat([self._waiting[i].elements for i in indices])
+                    samples = [self._waiting[i].elements for i in indices]
+                    # autocast refuses half precision of another kind, unless there is a result
+                    elements = samples[0].new_empty(len(samples) * len(samples[0]))
+                    torch.cat(samples, out=elements)
                     self.blocks.append(SampledTensors(tuple(indices), elements))
         self._waiting.clear()
         self._bytes = 0

@@ -353,3 +353,13 @@ def test_options():
         checkpoint(torch.sin, x, debug="samples", context_fn=lambda: None)
     compiled = torch.compile(lambda x: checkpoint(torch.sin, x, debug="samples"), backend="eager")
     torch.testing.assert_close(compiled(x), x.sin())
+
+
+def test_samples_are_taken_under_autocast_of_another_half_precision():
+    gather = samples.Gather(1 << 20)
+    gather.add(0, randn(100).bfloat16())
+    gather.add(1, randn(100).bfloat16())
+    with torch.autocast(DEVICE.type, torch.float16):
+        gather.take()
+    assert [block.elements.dtype for block in gather.blocks] == [torch.bfloat16]
+    assert gather.blocks[0].elements.isfinite().all()
