@@ -223,7 +223,9 @@ def lay_out(value: Tensor, kind: str | None) -> Tensor:
 
 def _inside(value: Tensor, shape: tuple[int, ...], *where: slice | int) -> Tensor:
     """Copy value into a part of a larger tensor."""
-    return value.new_full(shape, float("nan"))[where].copy_(value)
+    # not NaN: torch.mm of bfloat16 rows of odd length reads an element past each, and multiplies it
+    # by zero, where oneDNN has AMX
+    return value.new_full(shape, 2.0**14)[where].copy_(value)
 
 
 def _overlapping(value: Tensor) -> Tensor:
