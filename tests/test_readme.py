@@ -120,7 +120,7 @@ def median_of(models: list[dict[str, dict]], way: str, column: str) -> float:
 
 
 def medians_of_groups() -> list[str]:
-    """Return the cells of each group of models on the first page."""
+    """Return the cells of each group of models on the page of results."""
     lines = []
     for group, models in surveyed_groups().items():
         ratios = [median_of(models, way, "saved_bytes") for way in ("fuse", "fuse+recipes")]
@@ -161,19 +161,18 @@ def rows_below(page: str, head: str) -> list[str]:
     return [line.removeprefix("| ").removesuffix(" |") for line in lines]
 
 
-def test_models_of_the_first_page_are_the_committed_ones():
-    layers, shown_groups = recorded_layers(), []
-    for row in rows_below("README.md", "| a layer of | eager |"):
-        name, eager, fused, gone, group = row.split(" | ", 4)
-        assert (eager, fused, gone) == with_unit(layers[name])
-        shown_groups.append(group)
-    # a row may be of a layer alone
-    assert sorted(group for group in shown_groups if group.strip("| ")) == sorted(
-        medians_of_groups()
-    )
-    eager, fused, _ = with_unit(layers["llama"])
+def test_numbers_of_the_first_page_are_the_committed_ones():
+    layers, models = recorded_layers(), surveyed_groups().values()
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert f"saves {eager} values a token, after `fuse` {fused}, and" in text
+    eager, fused, _ = layers["llama"]
+    assert f"saves {eager} D values a token for backward, and {fused} D after `fuse`" in text
+    num_models = sum(map(len, models))
+    assert f"{len(layers)} layers of language models and {num_models} whole models" in text
+
+
+def test_medians_of_groups_are_the_committed_ones():
+    rows = rows_below("bench/README.md", "| whole models | number | gone by `fuse` |")
+    assert sorted(rows) == sorted(medians_of_groups())
 
 
 def test_models_of_the_page_of_fuse_are_the_committed_ones():
@@ -188,11 +187,6 @@ def test_models_of_the_page_of_fuse_are_the_committed_ones():
         assert together["step_flops"] == fused["step_flops"]
         assert together["saved_bytes"] <= fused["saved_bytes"] + 256
         assert together["peak_bytes"] <= fused["peak_bytes"] + 5 * 1024
-
-
-def with_unit(cells: tuple[str, str, str]) -> tuple[str, str, str]:
-    eager, fused, gone = cells
-    return f"{eager} D", f"{fused} D", gone
 
 
 def test_layers_are_the_committed_ones():
@@ -285,7 +279,7 @@ def test_the_first_lines_print_what_is_shown(tmp_path, monkeypatch):
 
 
 def test_the_table_of_cards_is_that_of_the_tests():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "kernels/README.md").read_text(encoding="utf-8")
     rows = text.partition("| card | compiled")[2].partition("\n\n")[0].splitlines()[2:]
     # a chip's cells, without links
     cells = {}
@@ -374,7 +368,6 @@ def test_code_of_a_model_of_yours():
 RUN_IN = {
     ("fusedckpt/README.md", "fusedckpt.report("): "test_readme.py",
     ("README.md", "model = LlamaForCausalLM"): "test_readme.py",
-    ("README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
     ("bench/README.md", "def small():"): "test_readme.py",
     ("fusedckpt/checkpointing/README.md", "RecomputingStage"): "models/test_slow_link.py",
     (INTEGRATIONS, "use_checkpoint"): "test_readme.py",
