@@ -19,8 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import record_function
 
 from fusedckpt.allocations import open_workspaces, profiled
-from fusedckpt.autograd.private import storage_key
-from fusedckpt.autograd.private_sharding import local_of
+from fusedckpt.autograd.private import local_of, storage_key
 
 __all__ = [
     "Phase",

@@ -13,5 +13,5 @@ A saved tensor that backward can make again is saved as a recipe:
     tracker     follows a forward: gives results of its functions recipes, and saves these
     replay      calls a recorded function again
 
-private.py and private_*.py alone name private parts of torch.
+private.py and private_memory.py alone name private parts of torch.
 """

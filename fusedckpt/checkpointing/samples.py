@@ -33,8 +33,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd import private
-from fusedckpt.autograd.private import Hooks, pytree
-from fusedckpt.autograd.private_sharding import local_of
+from fusedckpt.autograd.private import Hooks, local_of, pytree
 from fusedckpt.autograd.recipes import CHECKS
 from fusedckpt.checkpointing.calls import storage_of
 

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, phases, private, private_sharding, tracker
+from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.call_state import is_noted
 from fusedckpt.fusing.fuse_report import WAITS, FuseReport, join_names
@@ -202,7 +202,7 @@ def stopped_waiting(model: nn.Module) -> Iterator[list[str]]:
 def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Look into a call of a model that waits without a step: a copy runs on these arguments."""
     places = [(m, vars(m)[WAITS]) for m in model.modules() if WAITS in vars(m)]
-    is_sharded = any(map(private_sharding.is_fsdp_module, model.modules()))
+    is_sharded = any(map(private.is_fsdp_module, model.modules()))
     if not (places and model.training) or is_sharded or _obstacle(model, args) is not None:
         return
     names = {module: name for name, module in model.named_modules()}
@@ -273,7 +273,7 @@ def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) ->
     place: PlaceInModel = vars(module)[WAITS]
     if _observer.get() is not None or not (module.training and torch.is_grad_enabled()):
         return run(*args, **kwargs)
-    ranks = private_sharding.ranks_of(module)
+    ranks = private.ranks_of(module)
     obstacle = _obstacle(module, args)
     if obstacle is None:
         is_empty = _is_empty((args, kwargs))
@@ -346,7 +346,7 @@ def _code(decided: Swap | NotFused | None) -> int:
 def _obstacle_of(module: nn.Module, args: Any, kwargs: Any) -> NotFused | None:
     """Return why a module is not run a second time, None if it may be."""
     for inner in module.modules():
-        if isinstance(inner, nn.SyncBatchNorm) or private_sharding.is_fsdp_module(inner):
+        if isinstance(inner, nn.SyncBatchNorm) or private.is_fsdp_module(inner):
             return NotFused("collective", type(inner).__name__)
     container = next(filter(is_noted, kwargs.values()), None)
     if container is not None:
@@ -364,7 +364,7 @@ class _StepObserver(RunObserver):
         self._top = top
         self._waiting = place.waiting
         self._report = place.waiting.report
-        self._is_gathered = any(map(private_sharding.is_fsdp2_module, top.modules()))
+        self._is_gathered = any(map(private.is_fsdp2_module, top.modules()))
         # by module, the names of those that may be swapped
         self._names = _undecided_in(top, place)
         super().__init__(_swapped_in(top))
@@ -509,7 +509,7 @@ class _StepObserver(RunObserver):
             fallbacks.note_fallback(module, note)
         return _SecondRun(again)
 
-    def agree(self, ranks: private_sharding.Ranks) -> None:
+    def agree(self, ranks: private.Ranks) -> None:
         """Decide as all ranks do: one that leaves a module leaves it on all of them."""
         names = [*self._names.items()]
         mine = [

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from fusedckpt.autograd.private_sharding import local_of
+from fusedckpt.autograd.private import local_of
 from fusedckpt.fusing import fuse_report
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused

@@ -14,8 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import TorchDispatchMode, pytree, storage_key
-from fusedckpt.autograd.private_ops import is_pointwise, written_by
+from fusedckpt.autograd.private import (
+    TorchDispatchMode,
+    is_pointwise,
+    pytree,
+    storage_key,
+    written_by,
+)
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.spies import ForwardLog
 

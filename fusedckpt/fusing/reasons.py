@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.autograd.private_sharding import is_fsdp_managed
+from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantised import quantised, why_left
 from fusedckpt.fusing import adapters

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fusedckpt.autograd.private import pytree
-from fusedckpt.autograd.private_ops import is_pointwise, schema_of
+from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
 from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock
 from fusedckpt.fusing.op_recorder import Node, nodes_behind
 from fusedckpt.fusing.recording import Recording, record

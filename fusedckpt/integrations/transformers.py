@@ -15,7 +15,7 @@ import torch.utils.checkpoint as stock
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from fusedckpt.autograd import arguments, dispatch, levels, private, private_sharding
+from fusedckpt.autograd import arguments, dispatch, levels, private
 from fusedckpt.autograd.phases import default_stock
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
@@ -122,7 +122,7 @@ class FuseCallback(TrainerCallback):
             return False
         if args.torch_compile:
             return False
-        is_sharded = any(map(private_sharding.is_fsdp_managed, model.modules()))
+        is_sharded = any(map(private.is_fsdp_managed, model.modules()))
         is_sharded = is_sharded or not all(map(_is_whole, model.parameters()))
         return "batch" not in self.options and not is_sharded
 
@@ -195,7 +195,7 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
     for module, name, function in _checkpointing(model):
         keywords = {**function.keywords, "save_regions": patterns}
         setattr(module, name, partial(checkpoint, *function.args, **keywords))
-    _, offload = private_sharding.activation_wrappers()
+    _, offload = private.activation_wrappers()
     for wrapper in model.modules():
         if isinstance(wrapper, offload) and (inner := _wrapped(wrapper)) is not None:
             # without save_on_cpu around
@@ -237,7 +237,7 @@ def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, str, partial[Any]]
 
 def _wrappers(model: nn.Module) -> dict[nn.Module, bool]:
     """Return torch's wrappers of checkpointed modules; whether an OffloadWrapper is around each."""
-    checkpoint_wrapper, offload_wrapper = private_sharding.activation_wrappers()
+    checkpoint_wrapper, offload_wrapper = private.activation_wrappers()
     modules = [*model.modules()]
     wrappers = {m: False for m in modules if isinstance(m, checkpoint_wrapper)}
     inner = [_wrapped(module) for module in modules if isinstance(module, offload_wrapper)]
@@ -246,7 +246,7 @@ def _wrappers(model: nn.Module) -> dict[nn.Module, bool]:
 
 def _wrapped(wrapper: Any) -> nn.Module | None:
     """Return the CheckpointWrapper right inside of an OffloadWrapper."""
-    kind, _ = private_sharding.activation_wrappers()
+    kind, _ = private.activation_wrappers()
     # the only one
     module = next(wrapper.children())
     return module if isinstance(module, kind) else None

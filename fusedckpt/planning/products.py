@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
-from fusedckpt.autograd.private import TorchDispatchMode, pytree
-from fusedckpt.autograd.private_ops import schema_of, written_by
+from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, written_by
 from fusedckpt.memory import storage_ref
 from fusedckpt.planning.trimming import trimmers_of
 

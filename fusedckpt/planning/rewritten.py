@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fusedckpt.autograd.private import TorchDispatchMode
-from fusedckpt.autograd.private_ops import schema_of, written_by
+from fusedckpt.autograd.private import TorchDispatchMode, schema_of, written_by
 from fusedckpt.checkpointing.determinism import Note, note_of, same_note
 from fusedckpt.memory import storage_ref
 from fusedckpt.planning.roles import assigned, segmented

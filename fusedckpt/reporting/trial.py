@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.autograd.private import storage_key
-from fusedckpt.autograd.private_sharding import fsdp_parameters, unsharded_of
+from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.fusing.first_step import on_trial
 from fusedckpt.memory import strided

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fusedckpt.autograd import private_meta
-from fusedckpt.autograd.private import TorchDispatchMode, pytree, storage_key
-from fusedckpt.autograd.private_ops import schema_of
+from fusedckpt.autograd import private_memory
+from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
 from fusedckpt.memory import storages_of
 
 META = torch.device("meta")
@@ -69,7 +68,7 @@ class MetaRun(TorchDispatchMode):
         if not is_meta:
             return func(*args, **kwargs)
         is_known = all(not x.is_meta or x in self._values for x in tensors)
-        if private_meta.READ is not None and func is private_meta.READ.default:
+        if private_memory.READ is not None and func is private_memory.READ.default:
             if not is_known and self._reads_numbers:
                 return 1.0
             if not is_known:
@@ -128,12 +127,12 @@ class MetaRun(TorchDispatchMode):
 
 def _run(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an op on meta tensors."""
-    grouped_mm = private_meta.GROUPED_MM
+    grouped_mm = private_memory.GROUPED_MM
     if grouped_mm is not None and func is grouped_mm.default and args[0].is_meta:
-        return private_meta.grouped_mm(*args, **kwargs)
-    embedding_bag = private_meta.EMBEDDING_BAG
+        return private_memory.grouped_mm(*args, **kwargs)
+    embedding_bag = private_memory.EMBEDDING_BAG
     if embedding_bag is not None and func is embedding_bag.default and args[0].is_meta:
-        return private_meta.embedding_bag(*args, **kwargs)
+        return private_memory.embedding_bag(*args, **kwargs)
     return func(*args, **kwargs)
 
 
@@ -144,5 +143,5 @@ def _names_meta(kwargs: dict[str, Any]) -> bool:
 @contextmanager
 def on_meta(run: MetaRun) -> Iterator[MetaRun]:
     """Make tensors on the meta device inside, where attention runs as it does on a CPU."""
-    with private_meta.attention_of_a_cpu(), private_meta.shapes_of_a_cpu(), META, run:
+    with private_memory.attention_of_a_cpu(), private_memory.shapes_of_a_cpu(), META, run:
         yield run

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd import private
-from fusedckpt.autograd.private_sharding import fsdp_lazy_state
+from fusedckpt.autograd.private import fsdp_lazy_state
 from fusedckpt.memory import nbytes_of
 
 # by parameter, the one in its place

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
-from fusedckpt.autograd import private, private_sharding
+from fusedckpt.autograd import private
 from fusedckpt.fusing import recorded_block
 
 # in which names are taken away together, a process each
@@ -105,8 +105,8 @@ def test_without_a_part(monkeypatch, name):
 
 
 def test_without_parts_of_distributed_modules():
-    assert private_sharding.fsdp_parameters(nn.Linear(2, 2)) == []
-    assert private_sharding.unsharded_of(object()) is None
+    assert private.fsdp_parameters(nn.Linear(2, 2)) == []
+    assert private.unsharded_of(object()) is None
 
 
 # what others name of torch: dicts of a module and their like, and what is documented so
