@@ -3,10 +3,10 @@
 programs, head, experts, gated_norm   options of a call, and the program that they plan
 builder, steps, routed_steps          a program is built of steps; a step writes kernel calls
 program, call                         the records: a program; a checked call, and what it saves
-derive, writer                        the schedules of forward and backward, from a program
+derive, writer                        the schedules of forward and backward, and their text
 block, run, ops                       the autograd Function, its schedules at work, its torch ops
 validate, operands, quantised         errors of a call; weights with adapters, or dequantised
 reader, late                          recipes of saved inputs; gradients that are computed late
 eager, compiled                       the reference in torch's ops, and under torch.compile
-shown, printed                        `fusedckpt.schedule`, and a schedule as text
+shown                                 `fusedckpt.schedule`
 """
