@@ -176,10 +176,10 @@ def test_medians_of_groups_are_the_committed_ones():
 
 
 def test_models_of_the_page_of_fuse_are_the_committed_ones():
-    rows = rows_below("fusedckpt/fusing/README.md", "| whole models | number | saved gone |")
+    rows = rows_below("fusedckpt/fusing/recipes.md", "| whole models | number | saved gone |")
     assert sorted(row.split(" | ", 1)[1] for row in rows) == sorted(costs_of_groups())
     models = [ways for members in surveyed_groups().values() for ways in members]
-    text = (ROOT / "fusedckpt/fusing/README.md").read_text(encoding="utf-8")
+    text = (ROOT / "fusedckpt/fusing/recipes.md").read_text(encoding="utf-8")
     assert f"In all {len(models)} models recipes alone run as many FLOPs as eager." in text
     for ways in models:
         eager, fused, recipes, together = (ways[way] for way in ("eager", *SURVEYED))
@@ -383,10 +383,31 @@ RUN_IN = {
 }
 
 
+def pages() -> list[Path]:
+    """Return the pages of the repository, without those of an environment in it."""
+    return sorted(path for path in ROOT.glob("**/*.md") if not {".venv", "venv"} & {*path.parts})
+
+
+def test_links_between_pages_lead_somewhere():
+    num_links = 0
+    for page in pages():
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            name, _, heading = target.partition("#")
+            if "://" in target:
+                continue
+            linked = page.parent / name if name else page
+            assert linked.exists(), f"{page}: {target}"
+            num_links += 1
+            if heading:
+                titles = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+                anchors = {re.sub(r"[^\w -]", "", t).lower().replace(" ", "-") for t in titles}
+                assert heading in anchors, f"{page}: {target}"
+    assert num_links > 60
+
+
 def test_all_code_of_all_pages_runs():
-    pages = [path for path in ROOT.glob("**/README.md") if not {".venv", "venv"} & {*path.parts}]
     found = []
-    for path in sorted(pages):
+    for path in pages():
         page = path.relative_to(ROOT).as_posix()
         for code in blocks(page, "python"):
             marks = [mark for place, mark in RUN_IN if place == page and mark in code]
