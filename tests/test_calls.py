@@ -104,7 +104,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (71, 25),
     "a swapped gated MLP": (31, 24),
     "a swapped gated MLP in a checkpoint": (95, 41),
-    "a swapped attention": (429, 331),
+    "a swapped attention": (429, 328),
 }
 
 

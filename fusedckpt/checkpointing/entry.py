@@ -79,7 +79,8 @@ def checkpoint(
             and raise if any bit differs, with the name of the first such module and the operations
             of both runs. "samples": at little cost, compare 64 elements of each tensor that the
             recompute brings back, and raise at the end of that backward where any differs by more
-            than rounding; a GPU is waited for there.
+            than rounding. A GPU is waited for at each recompute. Where any differs, `function` runs
+            once more: memory that an operation saves unwritten, as ctc_loss does, is not compared.
         early_stop: end the recompute with the last tensor that backward needs.
         respect_saved_tensors_hooks: whether tensors that a selective `context_fn` saves go through
             the hooks on saved tensors around, such as save_on_cpu. None is False, with torch's

@@ -9,21 +9,26 @@ when the tensors that wait for it are `_MOST_WAITING` times as large as the call
 end of a backward one comparison of bits serves all its segments; only where bits differ are numbers
 compared, but for rounding.
 
-The result of that comparison is a flag on the device. `checkpoint(debug="samples")` reads it at the
-end of the backward: it waits for the device once, and raises before an optimizer's step. The
-modules that `fuse` runs again wait for nothing: the flag is copied to pinned memory, and read when
-the device has passed it, at the next call of such a module or end of a backward; the end of a
-backward waits for flags of the last but two. So their error may come one or two steps late, and
-not at all for the last steps of a process; with `torch.autograd.detect_anomaly()` it comes at the
-end of its backward. On a CPU all of them raise there. torch._assert_async would wait for nothing,
-too, but its error names no function and ends all use of the GPU by the process: it serves where a
-CUDA graph is captured, and nothing can be read.
+The result of that comparison is a flag on the device. The modules that `fuse` runs again wait for
+nothing: the flag is copied to pinned memory, and read when the device has passed it, at the next
+call of such a module or end of a backward; the end of a backward waits for flags of the last but
+two. So their error may come one or two steps late, and not at all for the last steps of a process;
+with `torch.autograd.detect_anomaly()` it comes at the end of its backward.
+
+`checkpoint(debug="samples")`, and all samples on a CPU, compare at the end of each recompute, and
+raise at the end of the backward, before an optimizer's step. Some operations save memory that they
+have not written, as ctc_loss does: where samples differ, one more recompute runs, in memory that is
+filled with NaN, and elements that become NaN there are not compared.
+
+torch._assert_async would wait for nothing, too, but its error names no function and ends all use of
+the GPU by the process: it serves where a CUDA graph is captured, and nothing can be read.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -324,6 +329,73 @@ def compare_at_end(pairs: list[Pair]) -> None:
     if known is new:
         private.at_end_of_backward(new.read)
     known += pairs
+
+
+def compare_recompute(pairs: list[Pair], run_again: Callable[[], list[Pair]]) -> None:
+    """Compare samples of a recompute; an error comes at the end of the backward that runs now.
+
+    run_again: makes the recompute once more, and returns its samples. It is called where some
+    differ, to tell memory that nothing has written from a real difference.
+    """
+    if any(_waits(pair) for pair in pairs):
+        return compare_at_end(pairs)
+    with private.unseen(), torch.no_grad():
+        are_same = [bool(_are_same([pair]) or _are_same([pair], True)) for pair in pairs]
+    if not all(are_same):
+        compare_at_end(_defined(pairs, run_again))
+
+
+def _waits(pair: Pair) -> bool:
+    """Whether the comparison of samples waits for the end of the backward."""
+    if not pair.before.is_cuda:
+        return False
+    is_captured = torch.cuda.is_current_stream_capturing()
+    return pair.is_late or is_captured or not _may_wait(pair.before.device)
+
+
+def _defined(pairs: list[Pair], run_again: Callable[[], list[Pair]]) -> list[Pair]:
+    """Return samples without elements in memory that nothing has written."""
+    try:
+        with _filled_memory():
+            filled = run_again()
+    except Exception:
+        # another error than a difference would hide it
+        return pairs
+    if [pair.now.shape for pair in filled] != [pair.now.shape for pair in pairs]:
+        return pairs
+    with private.unseen(), torch.no_grad():
+        return [_where_written(a, b.now) for a, b in zip(pairs, filled, strict=True)]
+
+
+@contextmanager
+def _filled_memory() -> Iterator[None]:
+    """Fill new tensors with NaN, or the largest integer."""
+    was_deterministic = torch.are_deterministic_algorithms_enabled()
+    was_warning = torch.is_deterministic_algorithms_warn_only_enabled()
+    # torch makes a class of this module
+    memory: Any = torch.utils.deterministic
+    was_filled = memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    memory.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        memory.fill_uninitialized_memory = was_filled
+        torch.use_deterministic_algorithms(was_deterministic, warn_only=was_warning)
+
+
+def _where_written(pair: Pair, filled: Tensor) -> Pair:
+    """Return samples with zeros in place of elements that have the value of filled memory."""
+    if filled.is_floating_point() or filled.is_complex():
+        is_unwritten = filled.isnan() & ~pair.now.isnan()
+    elif filled.itemsize > 1:
+        value = torch.iinfo(filled.dtype).max
+        is_unwritten = (filled == value) & (pair.now != value)
+    else:
+        # random numbers of a byte may have that value
+        return pair
+    before, now = (x.masked_fill(is_unwritten, 0) for x in (pair.before, pair.now))
+    return pair._replace(before=before, now=now)
 
 
 class _Unread(NamedTuple):

@@ -41,7 +41,7 @@ from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import CheckpointPhase
-from fusedckpt.checkpointing.samples import Samples, compare_at_end, may_change, name_of
+from fusedckpt.checkpointing.samples import Pair, Samples, compare_recompute, may_change, name_of
 from fusedckpt.state.rng import RandomStates
 
 # of a node: the segment of the function that returned its result
@@ -257,11 +257,17 @@ class Segment(Trace, CheckpointPhase):
             self._ahead = None
             recompute.take_over(ahead)
         if recompute.pairs:
-            compare_at_end(recompute.pairs)
+            compare_recompute(recompute.pairs, partial(self._samples_again, asked))
         if backward != -1:
             self._recomputes[backward] = recompute
             at_end_of_backward(partial(self._recomputes.pop, backward, None))
         return recompute
+
+    def _samples_again(self, asked: int) -> list[Pair]:
+        """Return the samples of one more recompute."""
+        recompute = Recompute(self, True, asked)
+        recompute.run()
+        return recompute.pairs
 
     def prefetch(self) -> bool:
         """Recompute for the next backward; return whether there was anything to bring back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import CheckpointError
 from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, fuse, prefetch_recompute
 from fusedckpt.autograd import private
 from fusedckpt.checkpointing import samples
+from fusedckpt.checkpointing.calls import Options
+from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.checkpointing.segment import segment_of
 
 D = 96
@@ -363,3 +366,75 @@ def test_samples_are_taken_under_autocast_of_another_half_precision():
         gather.take()
     assert [block.elements.dtype for block in gather.blocks] == [torch.bfloat16]
     assert gather.blocks[0].elements.isfinite().all()
+
+
+def ctc(x, scale=1.0):
+    targets = torch.ones(2, 9, dtype=torch.long, device=DEVICE)
+    lengths = torch.tensor([20, 12]), torch.tensor([9, 3])
+    return F.ctc_loss((x * scale).log_softmax(-1), targets, *lengths)
+
+
+class Unwritten(torch.autograd.Function):
+    """A product that saves integers of which it writes half, as ctc_loss does of numbers."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        places = torch.empty(64, dtype=torch.int64, device=x.device)
+        places[:32] = torch.arange(32)
+        ctx.save_for_backward(x * 1, w, places)
+        return x * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, places = ctx.saved_tensors
+        assert places[:32].equal(torch.arange(32, device=x.device))
+        return dy * w, dy * x
+
+
+@contextmanager
+def garbage():
+    """Fill memory that is not written with what was there: with zeros, for a forward with NaN."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    freed = [torch.zeros(2 * 20 * 19 + n) for n in range(-64, 64) for _ in range(8)]
+    freed += [torch.zeros(64, dtype=torch.int64) for _ in range(64)]
+    del freed
+    try:
+        yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.parametrize("kind", ["ctc_loss", "integers", "fused"])
+def test_memory_that_nothing_has_written_is_not_compared(kind):
+    x = randn(20, 2, 5).requires_grad_()
+    w = randn(20, 2, 5).requires_grad_()
+    fn = (lambda x: Unwritten.apply(x, w).sum()) if kind == "integers" else ctc
+    options = Options(samples=True, reads_samples_late=kind == "fused")
+    num_calls = []
+
+    def counted(x):
+        num_calls.append(1)
+        return fn(x)
+
+    expected = torch.autograd.grad(fn(x), x)
+    y = run_checkpoint(options, counted, (x,), {})
+    with garbage():
+        torch.testing.assert_close(torch.autograd.grad(y, x), expected, rtol=0, atol=0)
+    assert len(num_calls) == 3
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_a_difference_beside_unwritten_memory_raises():
+    x, scale = randn(20, 2, 5).requires_grad_(), [1.0]
+    y = checkpoint(lambda x: ctc(x, scale[0]), x, debug="samples")
+    scale[0] = 1.1
+    with garbage(), pytest.raises(CheckpointError, match="its recompute brings back other values"):
+        y.backward()
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda x: torch.randint_like(x, 1 << 20)])
+def test_random_numbers_raise_whatever_memory_holds(draw):
+    x = randn(20, 4).requires_grad_()
+    y = checkpoint(lambda x: (x * draw(x)).sum(), x, debug="samples", preserve_rng_state=False)
+    with garbage(), pytest.raises(CheckpointError, match="its recompute brings back other values"):
+        y.backward()
