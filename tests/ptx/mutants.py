@@ -1,8 +1,9 @@
 """Kernels with a barrier, wait or fence taken out: a run must notice.
 
 A mutant runs warp by warp with races checked, once with late copies, once with early ones and the
-last warp first. It is noticed by a fault or by other numbers. Some are harmless: Triton sets
-barriers where none is needed, as before the first store.
+last warp first, both without errors of approximate instructions, so that the two runs of a kernel
+as it is give the same bits. It is noticed by a fault or by other numbers. Some are harmless: Triton
+sets barriers where none is needed, as before the first store.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fusedckpt.kernels import linear, norm
+from fusedckpt.kernels import cross_entropy, gated_norm, linear, norm
+from fusedckpt.kernels.norm_kernels import NormGrad
 from tests.ptx.emulator import Fault, Hostility, Instruction, Program, parse_instruction
 from tests.ptx.emulator.launching import Emulator
 
@@ -28,9 +30,13 @@ KINDS = {
     "proxy": r"fence\.proxy",
 }
 RUNS = {
-    "late copies": Hostility(by_warp=True, races=True),
+    "late copies": Hostility(by_warp=True, races=True, seed=None),
     "early copies, the last warp first": Hostility(
-        by_warp=True, races=True, early=True, order=lambda count: range(count - 1, -1, -1)
+        by_warp=True,
+        races=True,
+        early=True,
+        order=lambda count: range(count - 1, -1, -1),
+        seed=None,
     ),
 }
 
@@ -58,11 +64,41 @@ def norm_grad() -> list[Tensor]:
     return [t for t in norm.norm_grad(dy, dy, x, w, rule, (True, True, True)) if t is not None]
 
 
+def split_norm_grad() -> list[Tensor]:
+    """Launch the gradient of rows of two parts, narrower than those that need them."""
+    m, n = 3, 2048
+    x, w, dy = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((m, n), (n,), (m, n)))
+    dx, dw = torch.empty_like(x), torch.empty(1, n)
+    t = NormGrad(dy, dy, x, w, dx, dw, None, n, n, n)
+    norm.launch_split(t, (m, n, 1e-6, 0.0), norm.NormRule("rms", 1e-6), parts=2, programs=1)
+    return [dx, dw]
+
+
+def gated_norm_grad() -> list[Tensor]:
+    """Launch the gradient of a norm with a gate: rows are read again while others load."""
+    m, n = 70, 208
+    shapes = (m, n), (m, n), (m, n), (n,)
+    dy, x, gate, w = (torch.randn(*shape, dtype=torch.bfloat16) for shape in shapes)
+    rule = gated_norm.GatedNormRule(1e-5, gates_first=True)
+    grads = gated_norm.gated_norm_grad(dy, x, gate, w, rule, (True, True, True))
+    return [t for t in grads if t is not None]
+
+
+def statistics() -> list[Tensor]:
+    """Launch the statistics of logits: each thread's sums join in one reduction at the end."""
+    u, target = torch.randn(2, 4609, dtype=torch.bfloat16), torch.tensor([[3], [7]])
+    rule = cross_entropy.LogitRule(entropy=True)
+    return [cross_entropy.statistics(u, target, rule, "triton")]
+
+
 # the launches by name, and the kernel that is weakened
 KERNELS: dict[str, tuple[Callable[[], list[Tensor]], str]] = {
     "gemm": (gemm, "gemm_kernel"),
     "unaligned": (unaligned, "gemm_kernel"),
     "norm_grad": (norm_grad, "norm_grad_kernel"),
+    "split_norm_grad": (split_norm_grad, "split_norm_grad_kernel"),
+    "gated_norm_grad": (gated_norm_grad, "gated_norm_grad_kernel"),
+    "statistics": (statistics, "cross_entropy_kernel"),
 }
 
 
@@ -102,8 +138,14 @@ def run(
 
 @cache
 def truth(arch: str, kernel: str, name: str) -> list[Tensor]:
-    """Return the results of a run as it is: the order of warps decides approximations' errors."""
+    """Return the results of a kernel as it is."""
     return run(arch, kernel, RUNS[name])[0]
+
+
+def is_repeatable(arch: str, kernel: str) -> bool:
+    """Return whether a kernel as it is gives the same bits in both runs."""
+    late, early = (truth(arch, kernel, name) for name in RUNS)
+    return all(torch.equal(a, b) for a, b in zip(late, early, strict=True))
 
 
 def orders(arch: str, kernel: str) -> list[tuple[int, str]]:

@@ -67,6 +67,7 @@ REQUESTS: dict[str, Callable[..., Any]] = {
     "not_run": not_run,
     "orders": mutants.orders,
     "mutant": mutants.outcome,
+    "repeatable": mutants.is_repeatable,
 }
 
 

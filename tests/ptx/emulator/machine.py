@@ -45,8 +45,8 @@ class Hostility:
     races: bool = False
     # whether copies happen at once, not as late as allowed
     early: bool = False
-    # of the errors of approximate instructions
-    seed: int = 0
+    # of the errors of approximate instructions, None where there are none
+    seed: int | None = 0
 
 
 @dataclass
