@@ -21,7 +21,7 @@ import torch
 
 from bench.options import Options
 from bench.tables import Columns, show, significant
-from fusedckpt.kernels import cross_entropy, gated_norm, linear, norm
+from fusedckpt.kernels import cross_entropy, gated_norm, int8, linear, norm
 
 if TYPE_CHECKING:
     from tests.kernels.emulated import Launch
@@ -137,6 +137,8 @@ LAYER = norm.NormRule("layer", 1e-6)
 GATED = gated_norm.GatedNormRule(1e-5, gates_first=True, cast="llama")
 NORMS = ((4096, 2048), (4096, 4096), (4096, 16384))
 LOGITS = ((1024, 128256),)
+# 8192 tokens of models: GPT-2 small, Llama 3.2 1B, Llama 3 8B, Llama 3 70B
+INPUTS = ((8192, 768), (8192, 2048), (8192, 4096), (8192, 8192))
 
 
 def rms_backward(m: int, n: int) -> None:
@@ -178,6 +180,12 @@ def logits_backward(m: int, n: int) -> None:
     cross_entropy.statistics_grad(dy, u, target, y, cross_entropy.LogitRule(), "triton", dz=u)
 
 
+def unpacked(m: int, n: int) -> None:
+    """Launch what makes 16 bits a value of nine."""
+    packed = meta(int8.packed_nbytes(m, n), dtype=torch.int8)
+    int8.unpack_int8(packed, meta(m, n), "triton")
+
+
 CASES: Mapping[str, Case] = {
     "rms_norm": Case(
         lambda m, n: norm.norm(meta(m, n), None, meta(n), None, LLAMA, torch.bfloat16), 4, NORMS
@@ -196,6 +204,8 @@ CASES: Mapping[str, Case] = {
     "gated_rms_norm backward": Case(gated_backward, 10, ((4096, 8192),)),
     "cross_entropy": Case(logits_forward, 2, LOGITS),
     "cross_entropy backward": Case(logits_backward, 4, LOGITS),
+    "int8 pack": Case(lambda m, n: int8.pack_int8(meta(m, n), "triton"), 3, INPUTS),
+    "int8 unpack": Case(unpacked, 3, INPUTS),
 }
 
 

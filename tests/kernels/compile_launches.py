@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedckpt.kernels import chains, gated_norm, gating, norm, routed
+from fusedckpt.kernels import chains, gated_norm, gating, int8, norm, routed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
@@ -117,6 +117,14 @@ def codes() -> None:
         coded_grad(z, packed, activation, "split", out=z)
 
 
+def nine_bits() -> None:
+    """A checkpoint's input of a model's width, an odd one, and rows with gaps."""
+    for dtype, n in ((torch.bfloat16, 4096), (torch.float16, 1001), (torch.float32, 4096)):
+        x = meta(8192, n, dtype=dtype)
+        int8.unpack_int8(int8.pack_int8(x, "triton"), x, "triton")
+    int8.pack_int8(meta(8192, 2 * 4096)[:, ::2], "triton")
+
+
 def routes(
     num_experts: int, top_k: int, n: int, gating_rule: gating.Gating, dtype: torch.dtype
 ) -> None:
@@ -150,6 +158,7 @@ def one_of_each() -> None:
     norms(32768)
     chained()
     codes()
+    nine_bits()
     dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
     u, target = meta(512, 50257), meta(512, 1, dtype=torch.int64)
     y = statistics(u, target, LogitRule(), "triton")
@@ -178,6 +187,7 @@ def everything() -> None:
     heads()
     gates()
     codes()
+    nine_bits()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads

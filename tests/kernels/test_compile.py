@@ -49,6 +49,8 @@ def test_guard(compiled, chip):
         "cross_entropy_grad_kernel",
         "coded_act_kernel",
         "coded_grad_kernel",
+        "pack_int8_kernel",
+        "unpack_int8_kernel",
         "dropout_kernel",
         "norm_kernel",
         "norm_grad_kernel",

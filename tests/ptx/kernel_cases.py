@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedckpt.blocks.gated_norm import eager_gated_norm
-from fusedckpt.kernels import codes, cross_entropy, dropout, gated_norm, linear, norm
+from fusedckpt.kernels import codes, cross_entropy, dropout, gated_norm, int8, linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
 from tests.ptx.judging import DTYPES, KernelCase, Maybe, Results, beside, leaf, named, summed
 
@@ -76,6 +76,25 @@ def coded(name: str, kind: str, n: int) -> Results:
     dz_aten = codes.coded_grad(dh, packed_aten, name, "aten")
     truth = ACTIVATIONS[name].eager(z.double()), dz_aten.double(), packed_aten.double()
     return Results((h, dz, packed.float()), (h_aten, dz_aten, packed_aten.float()), truth)
+
+
+def nine_bits(kind: str, m: int, n: int, columns: str = "adjacent") -> Results:
+    """pack_int8_kernel and unpack_int8_kernel; codes, scales and special values are equal."""
+    x = torch.randn(m, 2 * n, dtype=DTYPES[kind]) * 10 ** torch.randint(-8, 4, (m, 1))
+    x[0, ::7] = 0
+    x[1, ::5] = float("inf")
+    x[1, 1] = float("nan")
+    x[2] = torch.finfo(x.dtype).max
+    x = x[:, ::2] if columns == "apart" else x[:, :n].contiguous()
+    packed, packed_aten = (int8.pack_int8(x, kernel) for kernel in ("triton", "aten"))
+    y, y_aten = (
+        int8.unpack_int8(packed_aten, x.new_empty(x.shape), kernel) for kernel in ("triton", "aten")
+    )
+    parts = [
+        [part.float() for part in int8.codes_and_scales(p, m, n)] for p in (packed, packed_aten)
+    ]
+    truth = y_aten.double(), *(part.double() for part in parts[1])
+    return Results((y, *parts[0]), (y_aten, *parts[1]), truth)
 
 
 def normed(
@@ -193,7 +212,7 @@ def head(kind: str, n: int, rule: cross_entropy.LogitRule) -> Results:
 
 
 def element_cases() -> list[KernelCase]:
-    """Return the cases of activations, gates, dropout and codes."""
+    """Return the cases of activations, gates, dropout, codes and nine bits."""
     return [
         *(named(activation, name, kind) for name in ACTIVATIONS for kind in ("bf16", "f32")),
         *(named(activation, name, "f16") for name in ("gelu", "silu")),
@@ -208,6 +227,11 @@ def element_cases() -> list[KernelCase]:
         named(coded, "gelu", "bf16", 4100),
         named(coded, "silu", "f32", 1001),
         named(coded, "gelu", "f16", 700),
+        named(nine_bits, "bf16", 9, 560),
+        named(nine_bits, "f32", 9, 301),
+        named(nine_bits, "f16", 9, 131),
+        named(nine_bits, "f32", 9, 304),
+        named(nine_bits, "bf16", 4, 304, "apart"),
     ]
 
 

@@ -148,6 +148,7 @@ EXACT: list[tuple[str, list[str], str, Callable[..., Any]]] = [
     ("cvt.ftz.sat.f32.f32", F32, "f32",
      lambda x: np.where(np.isnan(x), 0, np.clip(flushed(x), 0, 1))),
     ("cvt.rn.f32.s32", S32, "f32", lambda x: x.astype("f4")),
+    ("cvt.rn.f32.s16", ["s16"], "f32", lambda x: x.astype("f4")),
     ("cvt.s64.s32", S32, "s64", lambda x: x.astype("i8")),
     ("cvt.u64.u32", ["u32"], "u64", lambda x: x.astype("u8")),
     ("cvt.u32.u64", ["u64"], "u32", lambda x: x.astype("u4")),
