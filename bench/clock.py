@@ -101,7 +101,7 @@ def capture(first: Step, second: Callable[[Any], Any], pool: Any) -> tuple[Step,
     """Record first() and second(its result) as two CUDA graphs, and return their replays.
 
     The graphs share `pool` with others: the next replay overwrites results of one. After a capture
-    that fails, as at a synchronisation, torch may allocate and draw no more in this process.
+    that fails, as at a synchronization, torch may allocate and draw no more in this process.
     """
     stream = _side_stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())

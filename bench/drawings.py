@@ -12,7 +12,7 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
 from bench import figures
-from bench.figures import FAINT, GRID, INK, Panel, colour_of, lying
+from bench.figures import FAINT, GRID, INK, Panel, color_of, lying
 from bench.results import (
     MIB,
     Row,
@@ -170,7 +170,7 @@ def _few(figure: SubFigure, rows: Rows) -> None:
         steps = range(1, len(row["losses"]) + 1)
         # one step is no line
         marker = "o" if len(row["losses"]) == 1 else None
-        look = {"color": colour_of(row["name"]), "marker": marker, "markersize": 3 + 1.5 * width}
+        look = {"color": color_of(row["name"]), "marker": marker, "markersize": 3 + 1.5 * width}
         axes.plot(steps, row["losses"], linewidth=width, **look)
     axes.set(title="Training loss (nats)", xlabel="step")
     axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
@@ -184,7 +184,7 @@ def _few(figure: SubFigure, rows: Rows) -> None:
 
 
 def _kind(name: str) -> str:
-    """Return a name of this colour: in classics `fusedckpt` is its checkpoint_sequential."""
+    """Return a name of this color: in classics `fusedckpt` is its checkpoint_sequential."""
     return "fuse" if name == "fusedckpt recursive" else name.replace("fusedckpt", "ours(")
 
 
@@ -207,11 +207,11 @@ def _curves(figure: SubFigure, shown: Rows) -> None:
     panels = figure.subplots(1, len(shown), sharex=True, sharey=True, squeeze=False)[0]
     for axes, row in zip(panels, shown, strict=True):
         curve = row["curve"]
-        colour = colour_of(_kind(row["name"]))
+        color = color_of(_kind(row["name"]))
         count = len(curve["mib"])
         times = [curve["ms"] * index / (count - 1) for index in range(count)]
-        axes.fill_between(times, curve["mib"], color=colour, alpha=0.25, linewidth=0)
-        axes.plot(times, curve["mib"], color=colour, linewidth=1.2)
+        axes.fill_between(times, curve["mib"], color=color, alpha=0.25, linewidth=0)
+        axes.plot(times, curve["mib"], color=color, linewidth=1.2)
         axes.axvline(curve["forward_ms"], color=INK, linewidth=0.8, linestyle=":")
         axes.set_title(f"{row['name']}: {row['peak_bytes'] / MIB:,.1f}", fontsize=9)
         axes.grid(axis="y", color=GRID)
@@ -231,4 +231,4 @@ def _depths(figure: SubFigure, rows: Rows) -> None:
         Panel("Blocks that fit", [depths], [f"{n} ({n / depths[0]:.1f}x)" for n in depths]),
         Panel(f"Time per block, of {first['name']}'s", [times], [f"{t:.2f}x" for t in times]),
     )
-    lying(figure, [row["name"] for row in rows], panels, lambda name: colour_of(_kind(name)))
+    lying(figure, [row["name"] for row in rows], panels, lambda name: color_of(_kind(name)))

@@ -98,7 +98,7 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "device": device_name(device),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "paths": fusedckpt.paths(device, dtype),
+        "paths": fusedckpt.backends(device, dtype),
         "commit": commit(),
         "driver": _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "cuda": torch.version.cuda or torch.version.hip,

@@ -1,4 +1,4 @@
-"""Parts of figures: a colour per kind of implementation, bars, dots with their names."""
+"""Parts of figures: a color per kind of implementation, bars, dots with their names."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Points = Sequence[tuple[float, float]]
 
 
 class Family(NamedTuple):
-    """A text in the legend and the colour beside it."""
+    """A text in the legend and the color beside it."""
 
     label: str
-    colour: str
+    color: str
 
 
-# told apart with every kind of colour vision (Okabe and Ito), and in print
+# told apart with every kind of color vision (Okabe and Ito), and in print
 OURS = Family("fusedckpt.checkpoint", "#56b4e9")
 # by how a name starts, the first that fits; all else are other libraries
 _FAMILIES = (
@@ -37,7 +37,7 @@ _FAMILIES = (
     (("checkpoint", "torch", "selective"), Family("torch.utils.checkpoint", "#e69f00")),
     (("ours(", "fuse+ckpt"), OURS),
     (("fuse+plan", "fused, plan", "plan"), Family("fusedckpt.plan", "#cc79a7")),
-    (("fuse preact",), Family("fusedckpt, keeping GEMM outputs", OURS.colour)),
+    (("fuse preact",), Family("fusedckpt, keeping GEMM outputs", OURS.color)),
     (("fuse approximate",), Family("fusedckpt, approximate", "#009e73")),
     (("approximate",), Family("approximate", "#cc79a7")),
     (("fuse",), Family("fusedckpt", BLUE)),
@@ -50,9 +50,9 @@ def family(name: str) -> Family:
     return next(member for starts, member in _FAMILIES if name.startswith(starts))
 
 
-def colour_of(name: str) -> str:
-    """Return the colour of a name's family."""
-    return family(name).colour
+def color_of(name: str) -> str:
+    """Return the color of a name's family."""
+    return family(name).color
 
 
 def save(
@@ -82,19 +82,19 @@ def lying(
     figure: Figure | SubFigure,
     names: Sequence[str],
     panels: Sequence[Panel],
-    colour: Callable[[str], str] = colour_of,
+    color: Callable[[str], str] = color_of,
 ) -> None:
     """Draw panels beside one another, a bar a name."""
     for axes, panel in zip(figure.subplots(1, len(panels), sharey=True), panels, strict=True):
-        _lying(axes, names, panel, colour)
+        _lying(axes, names, panel, color)
 
 
-def _lying(axes: Axes, names: Sequence[str], panel: Panel, colour: Callable[[str], str]) -> None:
+def _lying(axes: Axes, names: Sequence[str], panel: Panel, color: Callable[[str], str]) -> None:
     ends = [0.0] * len(names)
     for part, shade in zip(panel.parts, (1.0, 0.45), strict=False):
         widths = [max(0.0, end - start) for start, end in zip(ends, part, strict=True)]
-        colours = [(colour(name), shade) for name in names]
-        axes.barh(range(len(names)), widths, 0.72, left=ends, color=colours)
+        colors = [(color(name), shade) for name in names]
+        axes.barh(range(len(names)), widths, 0.72, left=ends, color=colors)
         ends = [max(pair) for pair in zip(ends, part, strict=True)]
     for place, end in enumerate(ends):
         text = significant(end) if panel.texts is None else panel.texts[place]
@@ -199,13 +199,13 @@ def trade(
     ylabel: str,
     kinds: Sequence[str] = (),
 ) -> None:
-    """Draw time against peak memory; outlined: nothing beats it in both. kinds: name colours."""
+    """Draw time against peak memory; outlined: nothing beats it in both. kinds: name colors."""
     front = [points[index] for index in pareto_front(points)]
     axes.step(*zip(*front, strict=True), where="post", color="#c9c9c9", zorder=0)
     for point, name in zip(points, kinds or names, strict=True):
         edge = INK if point in front else "none"
         look: dict[str, Any] = {"edgecolors": edge, "linewidths": 0.9, "zorder": 2}
-        axes.scatter(*point, s=34, color=colour_of(name), **look)
+        axes.scatter(*point, s=34, color=color_of(name), **look)
     axes.margins(0.12)
     axes.set(xlabel="peak (MiB)", ylabel=ylabel)
     axes.set_title(head)

@@ -228,7 +228,7 @@ def _layers(
         way("Liger", None, _liger),
         way("fuse", None, swap),
         way("fuse preact", None, swap, save="preact"),
-        way("fuse recipes", None, swap, recipes=True),
+        way("fuse recipes", None, swap, recompute_elementwise=True),
         way("checkpoint(fuse)", stock, swap),
         way("ours(fuse)", ours, swap),
     ]

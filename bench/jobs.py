@@ -67,7 +67,7 @@ class Job(NamedTuple):
 
     def implementations(self) -> list[Implementation]:
         """Return those that --only and --skip, parts of names, leave in; eager always stays."""
-        path = fusedckpt.paths(self.device, self.dtype)["mlp"]
+        path = fusedckpt.backends(self.device, self.dtype)["mlp"]
         return [
             implementation
             for implementation in implementations_of(self.name, self.size, path == "triton")

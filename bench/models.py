@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from fusedckpt import register_quantised
+from fusedckpt import register_quantized
 
 VOCAB = 256
 HEAD_DIM = 64
@@ -110,7 +110,7 @@ class Transformer(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initialise as GPT-2 does: weights that feed the residual stream shrink with the depth.
+        """Initialize as GPT-2 does: weights that feed the residual stream shrink with the depth.
 
         The embedding stays as nn.Embedding made it: started small, it learns much slower.
         """
@@ -186,7 +186,7 @@ _SAME = (torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.
 class Int8(Tensor):
     """A frozen matrix [N, K] in int8, times a scale [N, 1]; every op sees it dense.
 
-    It stands for the weights of quantisation libraries.
+    It stands for the weights of quantization libraries.
     """
 
     @staticmethod
@@ -202,7 +202,7 @@ class Int8(Tensor):
 
     @classmethod
     def of(cls, dense: Tensor) -> Int8:
-        """Quantise a matrix by the largest number of every row."""
+        """Quantize a matrix by the largest number of every row."""
         scale = dense.abs().amax(1, keepdim=True).clamp_min(1e-8) / 127
         return cls((dense / scale).round().to(torch.int8), scale)
 
@@ -225,18 +225,18 @@ class Int8(Tensor):
         return func(*args, **kwargs)
 
 
-register_quantised(Int8, Int8.dequantize)
+register_quantized(Int8, Int8.dequantize)
 
 
-def quantise(model: nn.Module) -> nn.Module:
-    """Quantise the weight of every linear but the head, and return the model."""
+def quantize(model: nn.Module) -> nn.Module:
+    """Quantize the weight of every linear but the head, and return the model."""
     for name, module in model.named_modules():
         if type(module) is nn.Linear and not name.endswith("head"):
             module.weight = nn.Parameter(Int8.of(module.weight.detach()), requires_grad=False)
     return model
 
 
-def dequantise(model: nn.Module) -> nn.Module:
+def dequantize(model: nn.Module) -> nn.Module:
     """Make every weight in int8 dense again, and return the model."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -326,8 +326,9 @@ _BYTES: Columns = {
     **_by_way("peak", "peak gone", share_gone),
 }
 _BYTES_NOTES = (
-    "fuse: fuse(model); recipes: fuse(model, recipes=True) with all swaps of layers off; both:",
-    "fuse(model, recipes=True). Recipes here are for tensors of any size, as widths are reduced.",
+    "fuse: fuse(model); recipes: fuse(model, recompute_elementwise=True) with all swaps of layers",
+    "off; both: fuse(model, recompute_elementwise=True). Recipes here are for tensors of any size,",
+    "as widths are reduced.",
     "saved: for backward; peak: of forward and backward, above parameters and gradients; gone: the",
     "share of eager's. Scans are the references of transformers, which save more than kernels",
 )

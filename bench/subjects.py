@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bench import tasks
-from bench.models import HEAD_DIM, quantise
+from bench.models import HEAD_DIM, quantize
 from bench.results import Row
 from bench.tasks import KINDS, Task
 from bench.workload import Batch, Workload
@@ -59,7 +59,7 @@ def _workload(chosen: Namespace, task: Task, rank: int, seed: int) -> Workload:
     _train(Workload(model, first, tasks.loss, adam, _rates(rate, len(first))))
     if rank:
         model.requires_grad_(False)
-        model = quantise(model) if chosen.base == "int8" else model
+        model = quantize(model) if chosen.base == "int8" else model
         model = _adapted(model, task.kind, rank, chosen.targets)
     elif chosen.pretrain:
         # all weights are tuned at a fourth of the rate of adapters

@@ -32,8 +32,8 @@ _NO_LAYERS = dict.fromkeys(("norm", "mlp", "linear", "attention", "experts"), Fa
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: None,
     "fuse": fuse,
-    "recipes": partial(fuse, recipes=True, **_NO_LAYERS),
-    "fuse+recipes": partial(fuse, recipes=True),
+    "recipes": partial(fuse, recompute_elementwise=True, **_NO_LAYERS),
+    "fuse+recipes": partial(fuse, recompute_elementwise=True),
 }
 
 

@@ -81,8 +81,8 @@ MODEL_WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint": partial(wrap_units, wrap=checkpoint_wrapper),
     "selective": selective,
     "fuse": fused,
-    "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.Checkpoint),
-    "fuse+recipes": partial(fused, recipes=True),
+    "fuse+ckpt": lambda model: wrap_units(fused(model), fusedckpt.checkpoint_module),
+    "fuse+recipes": partial(fused, recompute_elementwise=True),
     "fuse preact": partial(fused, save="preact"),
     "approximate": approximated,
 }
@@ -113,7 +113,7 @@ class Trial:
                     for group in optimizer.param_groups:
                         group["lr"] = self.work.rates[step]
                 began = timer()
-                # synchronises a GPU
+                # synchronizes a GPU
                 loss = self.work.backward(self.way.run, batch).item()
                 self.ms.append(1e3 * (timer() - began))
                 self.losses.append(loss)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 import fusedckpt
-from bench.models import dequantise
+from bench.models import dequantize
 from bench.work import flop_counter
 from fusedckpt import MemoryReport
 from fusedckpt.memory import nbytes_of, peak_bytes
@@ -106,7 +106,7 @@ class Workload(NamedTuple):
     def in_float64(self) -> Workload:
         """Return a copy with the same numbers in float64."""
         batches = [batch.in_float64() for batch in self.batches[:1]]
-        model = dequantise(copy.deepcopy(self.model)).double()
+        model = dequantize(copy.deepcopy(self.model)).double()
         return self._replace(model=model, batches=batches)
 
     def copied(self) -> nn.Module:

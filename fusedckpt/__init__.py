@@ -6,15 +6,16 @@ from typing import TYPE_CHECKING, Any
 from fusedckpt import functional
 from fusedckpt.autograd.levels import saving
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.quantised import QuantisedWeight, register_quantised
-from fusedckpt.blocks.shown import schedule
+from fusedckpt.blocks.quantized import QuantizedWeight, register_quantized
+from fusedckpt.blocks.shown import explain
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.module_calls import is_recomputing
 from fusedckpt.checkpointing.prefetch import prefetch_recompute
 from fusedckpt.checkpointing.regions import region
 from fusedckpt.checkpointing.sequential import checkpoint_sequential
-from fusedckpt.checkpointing.wrapper import Checkpoint
-from fusedckpt.functional import paths
+from fusedckpt.checkpointing.wrapper import checkpoint_module
+from fusedckpt.deprecated import RENAMED, warn_of
+from fusedckpt.functional import backends
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse, unfuse
 from fusedckpt.layers.approximate import ReGELU2, ReSiLU2
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MLP",
-    "Checkpoint",
     "ClampedSwiGLU",
     "Experts",
     "FuseReport",
@@ -53,28 +53,29 @@ __all__ = [
     "NormLinear",
     "NormSpec",
     "Plan",
-    "QuantisedWeight",
+    "QuantizedWeight",
     "RMSNorm",
     "ReGELU2",
     "ReSiLU2",
     "Sequential",
     "TokenLogprobs",
+    "backends",
     "checkpoint",
+    "checkpoint_module",
     "checkpoint_sequential",
+    "explain",
     "functional",
     "fuse",
     "is_recomputing",
     "merge_affine",
     "parallel",
-    "paths",
     "plan",
     "prefetch_recompute",
     "region",
-    "register_quantised",
+    "register_quantized",
     "report",
     "report_on_oom",
     "saving",
-    "schedule",
     "unfuse",
     "unmerge_affine",
 ]
@@ -86,4 +87,7 @@ def __getattr__(name: str) -> Any:
     # torch's tensor parallelism, which it is made for, takes a second to import
     if name == "parallel":
         return import_module("fusedckpt.parallel")
+    if name in RENAMED:
+        warn_of(f"fusedckpt.{name}", f"fusedckpt.{RENAMED[name]}")
+        return globals()[RENAMED[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

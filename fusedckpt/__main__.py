@@ -91,7 +91,7 @@ def _paths(device: str) -> list[str]:
     dtypes: dict[str, list[str]] = {}
     for dtype in _DTYPES:
         functions: dict[str, list[str]] = {}
-        for name, path in fusedckpt.paths(device, dtype).items():
+        for name, path in fusedckpt.backends(device, dtype).items():
             functions.setdefault(path, []).append(name)
         paths = "; ".join(
             f"{path} for {'all' if len(functions) == 1 else ', '.join(names)}"

@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 
-def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
-    """Name the path that each function takes for tensors of this device and dtype.
+def backends(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
+    """Name the backend that each function takes for tensors of this device and dtype.
 
     Returns:
         Function name -> "eager" (FUSEDCKPT_DISABLE is set), "triton", "interpreter" or "aten".
@@ -40,8 +40,8 @@ def paths(device: torch.device | str, dtype: torch.dtype) -> dict[str, str]:
     Raises:
         TypeError, ValueError: `device` is not a device, or the functions do not take `dtype`.
     """
-    arguments.device("paths", device)
-    arguments.dtype("paths", dtype)
+    arguments.device("backends", device)
+    arguments.dtype("backends", dtype)
     path = "eager" if dispatch.DISABLED else dispatch.path_of(torch.device(device), dtype)
     by_function: dict[str, str] = dict.fromkeys(__all__, path)
     # experts multiply by torch's own kernel where there is one

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .activations import ACTIVATIONS
 from .norm import MAX_BLOCK, NormRule, rows_for
-from .norm_kernels import normalise
+from .norm_kernels import normalize
 from .runtime import cdiv, is_exact, jit_kernel, load, store, tl
 
 # elements of a program of the kernels over elements, 8 a thread
@@ -98,7 +98,7 @@ def modulated_norm_kernel(
         factor = load(t.factor + sample * t.stride_fm + rn, mask)
     if t.shift is not None:
         shift = load(t.shift + sample * t.stride_sm + rn, mask)
-    y = normalise(row, rm < m, mask, n, eps, LAYER)
+    y = normalize(row, rm < m, mask, n, eps, LAYER)
     if t.weight is not None:
         y *= load(t.weight + rn, rn < n)
     if t.bias is not None:

@@ -1,6 +1,6 @@
 """RMSNorm with a gate, norm(x) * act(gate) or norm(x * act(gate)), and its gradients.
 
-Rows are normalised in groups of columns. A program has the rows of one group in registers, and in
+Rows are normalized in groups of columns. A program has the rows of one group in registers, and in
 backward its sums of dw beside them. Groups of more than MAX_GROUP columns, or half that in backward
 in float32, are read twice, in chunks: for their sums, then for the results. Nothing but x and gate
 is needed for the gradients.
@@ -55,13 +55,13 @@ class GatedNormRule(NamedTuple):
     eps: float
     # of the gate, a name in ACTIVATIONS
     activation: str = "silu"
-    # the groups of columns that are normalised apart
+    # the groups of columns that are normalized apart
     groups: int = 1
     # whether norm(x * act(gate)) is computed, not norm(x) * act(gate)
     gates_first: bool = False
     # added to the weight
     offset: float = 0.0
-    # "llama" rounds the normalised rows to x's dtype before the weight
+    # "llama" rounds the normalized rows to x's dtype before the weight
     cast: str = "torch"
 
     @property
@@ -79,7 +79,7 @@ class GatedNormOperands(NamedTuple):
     x: Tensor
     # the gate, before its activation
     gate: Tensor
-    # multiplies the normalised rows, after the offset is added to it
+    # multiplies the normalized rows, after the offset is added to it
     weight: Tensor | None
     # the result, contiguous
     y: Tensor
@@ -103,7 +103,7 @@ class GatedNormGrad(NamedTuple):
     x: Tensor
     # the gate, before its activation
     gate: Tensor
-    # multiplies the normalised rows, after the offset is added to it
+    # multiplies the normalized rows, after the offset is added to it
     weight: Tensor | None
     # the gradient of x
     dx: Tensor | None
@@ -209,9 +209,9 @@ def read_tiles(t, rm, at, mask, CACHE: tl.constexpr):
 
 @triton.jit
 def gated_rows(t, x, gate, dy, weight, offset, ACTIVATION: tl.constexpr, GATES_FIRST: tl.constexpr):
-    """Return the activation of a tile of the gate, and the rows that are normalised.
+    """Return the activation of a tile of the gate, and the rows that are normalized.
 
-    Then two gradients: of the scaled rows, before a later gate, and of the normalised rows.
+    Then two gradients: of the scaled rows, before a later gate, and of the normalized rows.
     """
     value = ACTIVATION(gate, gate, is_exact(t.dy))[0]
     if GATES_FIRST:
@@ -396,7 +396,7 @@ def chunk_of(n: int) -> dict[str, int]:
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor | None, rule: GatedNormRule, out_dtype: torch.dtype
 ) -> Tensor:
-    """Normalise x [M, N], gated by `gate` [M, N]; matrices have adjacent columns."""
+    """Normalize x [M, N], gated by `gate` [M, N]; matrices have adjacent columns."""
     check_operands((x, gate), (weight,))
     m, width = x.shape
     n = width // rule.groups
@@ -521,7 +521,7 @@ def gated_norm_grad_aten(
 
 
 def _rows(x: Tensor, gate: Tensor, rule: GatedNormRule) -> tuple[Tensor, ...]:
-    """Return x, the gate and its activation, the rows that are normalised by group, and rstd."""
+    """Return x, the gate and its activation, the rows that are normalized by group, and rstd."""
     wide = _wide(x, gate)
     rows = x.to(wide)
     gates = gate.to(wide)
@@ -531,7 +531,7 @@ def _rows(x: Tensor, gate: Tensor, rule: GatedNormRule) -> tuple[Tensor, ...]:
 
 
 def _rounded(xhat: Tensor, x: Tensor, rule: GatedNormRule) -> Tensor:
-    """Round the normalised rows where the rule says so."""
+    """Round the normalized rows where the rule says so."""
     return xhat.to(x.dtype).to(xhat.dtype) if rule.cast == "llama" else xhat
 
 

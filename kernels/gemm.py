@@ -207,7 +207,7 @@ def multiply(
     stride_xm, stride_xk, stride_wn, stride_wk = strides
     rk = tl.arange(0, BLOCK_K)
     acc = tl.zeros((rm.shape[0], rn.shape[0]), tl.float32)
-    # without the assumption and this form of range, triton 3.6 serialises every wgmma of the loop
+    # without the assumption and this form of range, triton 3.6 serializes every wgmma of the loop
     tl.assume(k > 0)
     for start in range(0, k, BLOCK_K):
         if DESCRIPTORS:
@@ -220,7 +220,7 @@ def multiply(
             inside = start + rk < k
             a_offsets = rm[:, None] * stride_xm + (start + rk)[None, :] * stride_xk
             a = tl.load(x + a_offsets, (rm < m)[:, None] & inside[None, :], 0.0)
-            # one stride is 1, for which triton specialises
+            # one stride is 1, for which triton specializes
             b_offsets = (start + rk).to(tl.int64)[:, None] * stride_wk + rn[None, :] * stride_wn
             b = tl.load(w + b_offsets, inside[:, None] & (rn < n)[None, :], 0.0)
             if ROUNDS:

@@ -1,6 +1,6 @@
 """A kernel whose later launches skip Triton's search for the compiled code.
 
-At every launch Triton binds and specialises all arguments and looks the compiled code up by a long
+At every launch Triton binds and specializes all arguments and looks the compiled code up by a long
 string: 9 us of the host on one core, where the launch alone takes 1.5. Compiled code depends on
 dtypes, on whether addresses are multiples of 16, on integers, constants and options. So a launch is
 remembered by these, integers and constants by type and value, for addresses that all are. The first

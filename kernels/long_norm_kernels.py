@@ -15,7 +15,7 @@ from .runtime import jit_kernel, load, store, tl, triton
 
 @triton.jit
 def read_part(x, dy, weight, offset):
-    """Return a part of a row, and the gradient of its normalised form; see `as_loaded`."""
+    """Return a part of a row, and the gradient of its normalized form; see `as_loaded`."""
     row = as_loaded(x, True).to(tl.float32)
     grad = as_loaded(dy, True).to(tl.float32)
     if weight is not None:

@@ -167,7 +167,7 @@ def norm(
     rule: NormRule,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y.
+    """Normalize the rows of x [M, N], or of x + residual, which is then returned beside y.
 
     Matrices have adjacent columns, vectors [N] are contiguous; so it is in `norm_grad`.
     """

@@ -27,7 +27,7 @@ def norm(
     rule: NormRule,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor | None]:
-    """Normalise the rows of x [M, N], or of x + residual, which is then returned beside y."""
+    """Normalize the rows of x [M, N], or of x + residual, which is then returned beside y."""
     total = None
     if residual is not None:
         # contiguous, as the kernel's is, for any strides of x
@@ -45,7 +45,7 @@ def norm(
     scale = scale_of(weight, rule, wide)
     for block in row_blocks(x):
         place = in_place(y, block, wide)
-        _, xhat, _ = normalise(x[block].to(wide), rule, place)
+        _, xhat, _ = normalize(x[block].to(wide), rule, place)
         if rule.cast == "llama":
             xhat.copy_(xhat.to(x.dtype))
         if weight is not None:
@@ -85,7 +85,7 @@ def norm_grad(
     for block in row_blocks(x[:, ::2] if is_in_place else x):
         dout = dy[block].to(wide)
         place = None if dx is None else in_place(dx, block, wide)
-        row, xhat, rstd = normalise(x[block].to(wide), rule, place)
+        row, xhat, rstd = normalize(x[block].to(wide), rule, place)
         if needs[1] and rounds:
             dw = plus(dw, (dout * xhat.to(x.dtype)).sum(0))
         product = xhat.mul_(dout)
@@ -178,7 +178,7 @@ def sum_squares(x: Tensor) -> Tensor:
     return squares.add_(sum_squares(x[:, n - rest :])) if rest else squares
 
 
-def normalise(
+def normalize(
     row: Tensor, rule: NormRule, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows (centred, for LayerNorm), xhat, in `out` or else a new tensor, and rstd."""

@@ -16,11 +16,11 @@ class NormOperands(NamedTuple):
     x: Tensor
     # added to the input before
     residual: Tensor | None
-    # multiplies the normalised sum
+    # multiplies the normalized sum
     weight: Tensor | None
     # added to that
     bias: Tensor | None
-    # the normalised sum
+    # the normalized sum
     y: Tensor
     # the sum of input and residual
     total: Tensor | None
@@ -67,7 +67,7 @@ def read_row(x, residual, total, x_offsets, residual_offsets, mask):
 
 @triton.jit
 def round_xhat(xhat, x, total):
-    """Round to the dtype of the normalised tensor: the sum where there is one, else x."""
+    """Round to the dtype of the normalized tensor: the sum where there is one, else x."""
     if total is not None:
         result = round_to(xhat, total.dtype.element_ty)
     else:
@@ -122,7 +122,7 @@ def inverse_std(variance, eps, inside):
 
 
 @triton.jit
-def normalise(row, inside, mask, n, eps, LAYER: tl.constexpr):
+def normalize(row, inside, mask, n, eps, LAYER: tl.constexpr):
     """Return xhat of a tile of whole rows."""
     per_row = 1.0 / n
     if LAYER:
@@ -149,7 +149,7 @@ def norm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Normalise one tile of rows of `t`, NormOperands.
+    """Normalize one tile of rows of `t`, NormOperands.
 
     Every load is issued before the first reduction waits.
     """
@@ -163,7 +163,7 @@ def norm_kernel(
         shift = load(t.bias + rn, rn < n)
     if t.total is not None:
         store(t.total + rm * n + rn, row, mask)
-    xhat = normalise(row, rm < m, mask, n, eps, LAYER)
+    xhat = normalize(row, rm < m, mask, n, eps, LAYER)
     if ROUND:
         xhat = round_xhat(xhat, t.x, t.total)
     if t.weight is not None:
@@ -175,10 +175,10 @@ def norm_kernel(
 
 @triton.jit
 def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
-    """Return xhat, and the gradient of the normalised rows from that of xhat.
+    """Return xhat, and the gradient of the normalized rows from that of xhat.
 
     RMSNorm takes one reduction; LayerNorm takes two, of which the second also sums the rest of the
-    mean that rounding left, see `normalise`.
+    mean that rounding left, see `normalize`.
     """
     per_row = 1.0 / n
     if LAYER:
@@ -276,7 +276,7 @@ def wide_stats(x, residual, total, n, eps, LAYER: tl.constexpr, BLOCK: tl.conste
 def wide_norm_kernel(
     t, m, n, eps, offset, LAYER: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Normalise one row of `t`, NormOperands, in chunks of columns."""
+    """Normalize one row of `t`, NormOperands, in chunks of columns."""
     rm = tl.program_id(0).to(tl.int64)
     x = t.x + rm * t.stride_xm
     residual = t.residual

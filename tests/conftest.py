@@ -76,7 +76,7 @@ def garbage():
 
 @pytest.fixture(autouse=True)
 def poisoned_memory():
-    """Fill uninitialised memory with NaN, so that reading what was not written shows."""
+    """Fill uninitialized memory with NaN, so that reading what was not written shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     # torch.manual_seed formats a traceback for each kind of device that is not there

@@ -21,7 +21,7 @@ ALLOWED = {
     "reference": {"blocks", "functional"},
     "checkpointing": {"autograd", "memory", "state"},
     "fusing": {
-        *("kernels", "autograd", "reference", "blocks", "layers", "memory", "state"),
+        *("deprecated", "kernels", "autograd", "reference", "blocks", "layers", "memory", "state"),
         "checkpointing",
     },
     "reporting": {

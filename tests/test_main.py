@@ -28,7 +28,7 @@ def test_names_versions_and_every_path(capsys):
     assert first.startswith(f"fusedckpt {fusedckpt.__version__}, Python 3.")
     assert f"torch {torch.__version__}" in first
     row = next(line for line in lines if "float32" in line)
-    for name, path in fusedckpt.paths("cpu", torch.float32).items():
+    for name, path in fusedckpt.backends("cpu", torch.float32).items():
         assert path in row
         assert name in row or "for all" in row
 

@@ -35,7 +35,7 @@ found, expected = (
     [y := model(x), *torch.autograd.grad(y.exp().sum(), [x, *model.parameters()])]
     for model in (fused, eager)
 )
-paths = set(fusedckpt.paths("cpu", torch.float32).values())
+paths = set(fusedckpt.backends("cpu", torch.float32).values())
 """
 
 WITHOUT_TRITON = f"""
@@ -117,9 +117,9 @@ def test_paths():
             paths = dict.fromkeys(functional.__all__, path)
             if path == "triton" and has_kernel(DEVICE, dtype):
                 paths["experts"] = "aten"
-            assert fusedckpt.paths(device, dtype) == paths
+            assert fusedckpt.backends(device, dtype) == paths
     with forced_path("aten"):
-        assert set(fusedckpt.paths(DEVICE, torch.float32).values()) == {"aten"}
+        assert set(fusedckpt.backends(DEVICE, torch.float32).values()) == {"aten"}
 
 
 def test_kernels_is_a_folder_beside_the_package():

@@ -50,7 +50,7 @@ WAYS = {
     "fuse+plan memory": "`fuse`, then a plan of the least peak",
 }
 
-# rows of the table of LoRA over a quantised base
+# rows of the table of LoRA over a quantized base
 FINETUNE = {
     "eager": "eager",
     "checkpoint": "gradient checkpointing",
@@ -377,7 +377,7 @@ RUN_IN = {
     ): "integrations/test_register_experts.py",
     (INTEGRATIONS, "FusedExperts"): "integrations/test_torchtitan_experts.py",
     ("fusedckpt/layers/README.md", "parallelize_module"): "test_readme.py",
-    ("fusedckpt/layers/README.md", "fusedckpt.schedule("): "blocks/test_shown.py",
+    ("fusedckpt/layers/README.md", "fusedckpt.explain("): "blocks/test_shown.py",
     ("fusedckpt/planning/README.md", 'plan.save("plan.json")'): "test_readme.py",
     ("fusedckpt/planning/README.md", "def share("): "test_readme.py",
 }

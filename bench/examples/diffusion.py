@@ -24,7 +24,7 @@ def ways(model: Any) -> dict[str, Any]:
     """Return copies of the model, each prepared in its way."""
     models = {name: copy.deepcopy(model) for name in ("plain", "fused", "recipes", "checkpoint")}
     print(fusedckpt.fuse(models["fused"]))
-    fusedckpt.fuse(models["recipes"], recipes=True)
+    fusedckpt.fuse(models["recipes"], recompute_elementwise=True)
     fusedckpt.fuse(models["checkpoint"])
     models["checkpoint"].enable_gradient_checkpointing()
     use_checkpoint(models["checkpoint"])

@@ -31,7 +31,7 @@ def main() -> tuple[list[float], float]:
     report = fusedckpt.fuse(model)
     # ours, aware of fused layers, in place of apply_activation_checkpointing
     for i, block in enumerate(model.blocks):
-        model.blocks[i] = fusedckpt.Checkpoint(block, save_regions=["attention"])
+        model.blocks[i] = fusedckpt.checkpoint_module(block, save_regions=["attention"])
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

@@ -151,7 +151,7 @@ def asking_subclasses(are_asked: bool) -> AbstractContextManager[Any]:
     return _asks() if are_asked else _asks_none()
 
 
-# sees every op. Without it a checkpoint's debug=True names none, and fuse recognises no forward
+# sees every op. Without it a checkpoint's debug=True names none, and fuse recognizes no forward
 TorchDispatchMode: Any = _probe("utils._python_dispatch.TorchDispatchMode", nullcontext)
 
 _ExcludedKeys: Any = _probe("_C._ExcludeDispatchKeyGuard", None)
@@ -439,7 +439,7 @@ def remove_global_hook(handle: Any) -> None:
 
 
 def schema_of(op: Any) -> Any:
-    """Return an op's schema; an error without it, by which fuse recognises no forward."""
+    """Return an op's schema; an error without it, by which fuse recognizes no forward."""
     return op._schema
 
 

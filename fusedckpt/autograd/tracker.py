@@ -5,7 +5,7 @@ A result has a recipe if each input of its function has one, is saved by now, or
 Recipes chain, up to a limit: a longer chain would hold many values at once in backward, so its
 value is saved, and ends the chain.
 
-Tensors are recognised by their storage and version: views need no recipe of their own, and a write
+Tensors are recognized by their storage and version: views need no recipe of their own, and a write
 ends a recipe. A tracker holds no tensor that autograd does not: after the forward only autograd's
 saved tensors hold recipes, and none outlives the graph.
 """

@@ -5,8 +5,8 @@ builder, steps, routed_steps          a program is built of steps; a step writes
 program, call                         the records: a program; a checked call, and what it saves
 derive, writer                        the schedules of forward and backward, and their text
 block, run, ops                       the autograd Function, its schedules at work, its torch ops
-validate, operands, quantised         errors of a call; weights with adapters, or dequantised
+validate, operands, quantized         errors of a call; weights with adapters, or dequantized
 reader, late                          recipes of saved inputs; gradients that are computed late
 eager, compiled                       the reference in torch's ops, and under torch.compile
-shown                                 `fusedckpt.schedule`
+shown                                 `fusedckpt.explain`
 """

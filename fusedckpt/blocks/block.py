@@ -35,7 +35,7 @@ from fusedckpt.blocks.operands import (
 from fusedckpt.blocks.run import IS_PRESENT
 from fusedckpt.blocks.writer import Flags, Schedule
 
-# the classes of tensors without adapters or quantisation
+# the classes of tensors without adapters or quantization
 _DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
@@ -55,14 +55,14 @@ class Block(torch.autograd.Function):
         saved = call.saved(needs, None if phase is None else phase.levels)
         inputs = list(map(tensors.__getitem__, saved.inputs))
         params = list(map(tensors.__getitem__, saved.params))
-        quantised = None
-        if call.quantised_params:
-            # a weight that dequantises is no tensor
-            quantised = {n: tensors[call.num_inputs + n] for n in call.quantised_params}
+        quantized = None
+        if call.quantized_params:
+            # a weight that dequantizes is no tensor
+            quantized = {n: tensors[call.num_inputs + n] for n in call.quantized_params}
             params = [t if isinstance(t, Tensor) else None for t in params]
         if phase is not None and not call.program.saved_results:
             phase.enter(inputs + params, saved.product_metas)
-        compute = run.forward if call.is_unwatched or quantised else ops.forward_op
+        compute = run.forward if call.is_unwatched or quantized else ops.forward_op
         results = compute(call, saved.forward, tensors)
         to_save = inputs + list(map(results.__getitem__, saved.results)) + params
         # a selective checkpoint's recompute finds what its forward made, and no products
@@ -76,7 +76,7 @@ class Block(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.call = call
         ctx.saved = saved
-        ctx.quantised = quantised
+        ctx.quantized = quantized
         # whether no hook may change the saved tensors
         ctx.is_free = phase is None
         ctx.first_product = len(to_save)
@@ -103,12 +103,12 @@ class Block(torch.autograd.Function):
         wanted = tuple(flags[2:])
         products = tensors[ctx.first_product :]
         values = dict(zip(ctx.saved.names, tensors, strict=True))
-        if ctx.quantised:
-            values |= ctx.quantised
+        if ctx.quantized:
+            values |= ctx.quantized
         like = dys[0] if dys[0] is not None else _first(dys)
         if torch.is_grad_enabled() or not SEES_BATCHES:
             return (None, None, *_reference_gradients(ctx, values, dys, wanted))
-        compute = run.backward if is_unwatched or ctx.quantised else ops.backward_op
+        compute = run.backward if is_unwatched or ctx.quantized else ops.backward_op
         if not is_unwatched and not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(
                 lambda element: run.backward(call, wanted, element, _first(element), values), dys
@@ -125,8 +125,8 @@ class Block(torch.autograd.Function):
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
         if call.late:
-            quantised = [call.num_inputs + number for number in call.quantised_params]
-            hand_over(ctx, grads, like, call.metas, quantised)
+            quantized = [call.num_inputs + number for number in call.quantized_params]
+            hand_over(ctx, grads, like, call.metas, quantized)
         return (None, None, *grads)
 
 
@@ -189,20 +189,20 @@ def run_linears(
 
 
 class Operands(NamedTuple):
-    """The tensors of a layer's linears, in order, adapters and quantised weights apart."""
+    """The tensors of a layer's linears, in order, adapters and quantized weights apart."""
 
-    # a record that describes the adapters and quantised weights
+    # a record that describes the adapters and quantized weights
     layer: Layer
     # the tensors that a call computes on
     tensors: list[Any]
-    # the tensors that a decision sees: None for a quantised weight, which the record describes
+    # the tensors that a decision sees: None for a quantized weight, which the record describes
     dense: list[Any]
 
 
 def _operands_of(
     layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
 ) -> Operands:
-    """Return the operands of linears of which some are adapted or quantised."""
+    """Return the operands of linears of which some are adapted or quantized."""
     names = layer.linears.names
     layer.check(levels.override.level)
     parts = parts_of_linears(layer.name, names, linears, layer.num_seeds)
@@ -225,10 +225,10 @@ def _adapted(
     tensors = list[Any]()
     dense = list[Any]()
     for linear in parts:
-        meta = Meta(*linear.weight[:3]) if linear.is_quantised else None
+        meta = Meta(*linear.weight[:3]) if linear.is_quantized else None
         described.append(with_values(linear._replace(weight=meta), itertools.repeat(None)))
         tensors += flat(linear)
-        dense += flat(linear._replace(weight=None) if linear.is_quantised else linear)
+        dense += flat(linear._replace(weight=None) if linear.is_quantized else linear)
     return Operands(layer._replace(linears=Linears(names, tuple(described))), tensors, dense)
 
 
@@ -287,8 +287,8 @@ def _reference_gradients(
 
     def reference(*tensors: Any) -> tuple[Tensor, ...]:
         values = dict(zip(firsts, tensors, strict=False))
-        quantised = ctx.quantised or {}
-        params = [quantised.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
+        quantized = ctx.quantized or {}
+        params = [quantized.get(number, t) for number, t in enumerate(tensors[len(firsts) :])]
         if call.num_dims > 1:
             return program.eager(values, params)
         # steps of experts know rows alone

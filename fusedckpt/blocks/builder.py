@@ -38,7 +38,7 @@ class Linears(NamedTuple):
     """The linear layers of a call, without their tensors.
 
     names: of the weight and bias of each. parts: metas of the weight, bias and adapters of each;
-    empty where no weight is a `LoRA` record or quantised.
+    empty where no weight is a `LoRA` record or quantized.
     """
 
     names: tuple[LinearNames, ...]
@@ -101,8 +101,8 @@ class Builder:
         self.layouts: list[Layout] = []
         # shape, dtype and device of each parameter, None for an absent one
         self.metas: list[Any] = []
-        # numbers of the parameters that are quantised weights
-        self.quantised_params: list[int] = []
+        # numbers of the parameters that are quantized weights
+        self.quantized_params: list[int] = []
         # how many dropouts draw from seeds of the call
         self.num_seeds = 0
 
@@ -134,11 +134,11 @@ class Builder:
 
         num_dims: of the weight; adapters of experts, three, multiply in its dtype, as peft's do.
         """
-        weight_layout = Layout(0) if parts.is_quantised else Layout(num_dims, self.dtype)
+        weight_layout = Layout(0) if parts.is_quantized else Layout(num_dims, self.dtype)
         key = names.weight
         weight = self.param(key, weight_layout, parts.weight)
-        if parts.is_quantised:
-            self.quantised_params.append(len(self.params) - 1)
+        if parts.is_quantized:
+            self.quantized_params.append(len(self.params) - 1)
         bias = self.param(names.bias, Layout(num_dims - 1, self.dtype), parts.bias)
         adapters = []
         for i, ((a, b), constants) in enumerate(zip(parts.adapters, parts.constants, strict=True)):
@@ -164,7 +164,7 @@ class Builder:
                 low = self.dropout(constants.dropout, constants.seed, read, f"{out}.x{i}", dtype)
             down = Gemm(dtype, sums=dtypes[a])
             narrow.append(self.add(down, f"{out}.low{i}", (low,), (a, None)))
-        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.quantised_params)
+        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.quantized_params)
         y = self.add(op, f"{out}.base" if adapters else out, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             is_last = i == len(adapters) - 1
@@ -207,12 +207,12 @@ class Builder:
             for step in self.steps
         ]
         program = Program(tuple(inputs), tuple(steps), tuple(results), tuple(self.params), **fields)
-        options |= {"quantised_params": tuple(self.quantised_params), "num_seeds": self.num_seeds}
+        options |= {"quantized_params": tuple(self.quantized_params), "num_seeds": self.num_seeds}
         options["is_unwatched"] = self.context.is_unwatched
         metas = (*inputs.values(), *self.metas)
         return BlockCall(name, program, tuple(self.layouts), metas, **options)
 
 
 def flat_of(linears: Sequence[LinearParts]) -> list[Any]:
-    """Return the metas of the linears' tensors, with quantised weights in their places."""
+    """Return the metas of the linears' tensors, with quantized weights in their places."""
     return [meta for parts in linears for meta in flat(parts)]

@@ -109,7 +109,7 @@ class BlockCall:
         layouts: tuple[Layout, ...],
         metas: Sequence[Any],
         *,
-        quantised_params: tuple[int, ...] = (),
+        quantized_params: tuple[int, ...] = (),
         level: str = "inputs",
         level_in_checkpoint: str | None = None,
         chunks: int = 1,
@@ -126,7 +126,7 @@ class BlockCall:
         # shapes, dtypes and devices of inputs and parameters, None for absent ones
         self.metas = metas
         # numbers of the parameters that are no tensors
-        self.quantised_params = quantised_params
+        self.quantized_params = quantized_params
         # its save level
         self.level = level
         # its level in a checkpoint, None for that of the phase
@@ -228,7 +228,7 @@ class BlockCall:
 
     def _for_second_derivatives(self, needs: Flags, places: Places) -> tuple[int, ...]:
         """Return the places of parameters that a backward without products reads in addition."""
-        known = (*places.names, *self.quantised_params)
+        known = (*places.names, *self.quantized_params)
         whole = self._with(needs, self.flags_of("inputs"))
         return tuple([self.num_inputs + n for n in whole.names("param") if n not in known])
 
@@ -272,7 +272,7 @@ class BlockCall:
     def stand_in(self, name: str | int) -> Tensor | None:
         """Return zeros for an input or parameter, one element in memory; None for an absent one."""
         meta = self.metas[0 if isinstance(name, str) else self.num_inputs + name]
-        if meta is None or name in self.quantised_params:
+        if meta is None or name in self.quantized_params:
             return None
         # not made from a gradient, which may be a batch of them
         return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)

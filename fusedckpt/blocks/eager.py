@@ -89,7 +89,7 @@ def linear(
     seeds: Sequence[Tensor] | None = None,
     numbers: Iterator[int] | None = None,
 ) -> Tensor:
-    """Return F.linear(x, weight, bias), of a LoRA record or quantised weight cast as by peft.
+    """Return F.linear(x, weight, bias), of a LoRA record or quantized weight cast as by peft.
 
     seeds: of the call's dropouts; numbers: those of the adapters among them.
     """
@@ -99,7 +99,7 @@ def linear(
     # torch 2.11 compiles no truth of an iterator
     numbers = itertools.count() if numbers is None else numbers
     parts = linear_parts_of("reference", "weight", weight, bias, seeds=numbers)
-    dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantised else parts.weight
+    dense = parts.weight.dense(None).to(x.dtype) if parts.is_quantized else parts.weight
     y = total = F.linear(x, dense, bias)
     for (a, b), (scale, rate, number) in zip(parts.adapters, parts.constants, strict=True):
         seed = None if seeds is None or number is None else seeds[number]
@@ -130,7 +130,7 @@ def norm(
     """Return x through the norm that a rule, or a record with its fields, describes.
 
     Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
-    normalised x before the weight, and its result has the promoted dtype.
+    normalized x before the weight, and its result has the promoted dtype.
     """
     shape = (shape,) if isinstance(shape, int) else shape
     eps = rule.eps

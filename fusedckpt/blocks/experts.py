@@ -21,7 +21,7 @@ from fusedckpt.blocks import run, validate
 from fusedckpt.blocks.builder import ROUTED, ROUTED_GATED, Builder, Linears, flat_of
 from fusedckpt.blocks.operands import LoRA, parts_of_linears
 from fusedckpt.blocks.program import Program
-from fusedckpt.blocks.quantised import QuantisedWeight, quantised
+from fusedckpt.blocks.quantized import QuantizedWeight, quantized
 from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, RouteRows
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
@@ -131,7 +131,7 @@ class ExpertOptions(NamedTuple):
             turned = self._turned((n, k))
             validate.check_shape(name, key, parts.weight, down[0], *turned, beside=sizes)
             validate.check_shape(name, names.bias, parts.bias, down[0], n)
-            weight = None if parts.is_quantised else parts.weight
+            weight = None if parts.is_quantized else parts.weight
             validate.check_dtypes(name, context, dtype, {key: weight, names.bias: parts.bias})
             for a, b in parts.adapters:
                 rank = self._turned(a.shape[1:])[0] if len(a.shape) == 3 else "r"
@@ -170,13 +170,13 @@ class ExpertOptions(NamedTuple):
     def _kernels(self, b: Builder, x: Any, linears: Any) -> tuple[str | None, bool]:
         """Return the kernel of the products, and whether Triton's kernels do the rest.
 
-        The first is None for a loop, which quantised weights take.
+        The first is None for a loop, which quantized weights take.
         """
         ranks = [self._turned(a.shape[1:])[0] for parts in linears for a, _ in parts.adapters]
         sizes = (x.shape[-1], *linears[-1].weight.shape[1:], *ranks)
         path = dispatch.path_of(x.device, b.dtype)
         runs_triton = not dispatch.is_aten(x.device, b.dtype, *sizes)
-        if any(parts.is_quantised for parts in linears):
+        if any(parts.is_quantized for parts in linears):
             return None, runs_triton
         return routed.kernel_for(path, x.device, b.dtype, *sizes), runs_triton
 
@@ -192,9 +192,9 @@ class ExpertOptions(NamedTuple):
         """Add the steps of a grouped linear: y, then for each adapter a narrow value and a sum."""
         weight, bias, adapters = numbers
         options = top_k, self.is_transposed, b.dtype
-        is_quantised = weight in b.quantised_params
-        is_late = is_late and not (is_quantised or adapters)
-        op = Grouped(*options, is_quantised=is_quantised, is_late=is_late)
+        is_quantized = weight in b.quantized_params
+        is_late = is_late and not (is_quantized or adapters)
+        op = Grouped(*options, is_quantized=is_quantized, is_late=is_late)
         y = b.add(op, f"{out}.base" if adapters else out, reads, (weight, bias))
         for i, (first, last, constants, _) in enumerate(adapters):
             if rate := constants.dropout:
@@ -256,16 +256,16 @@ def _halves(weight: Any, gating: Any, dim: int) -> Any:
     if isinstance(weight, LoRA):
         pairs = zip(*(_halves(t, gating, dim) for t in (weight.weight, weight.B)), strict=True)
         return [weight._replace(weight=half, B=b) for half, b in pairs]
-    base = quantised(weight)
+    base = quantized(weight)
     if base is not None:
-        base = base.checked("experts", "gate_up", "dequantise(gate_up)")
+        base = base.checked("experts", "gate_up", "dequantize(gate_up)")
         return [_half(base, gating, dim, i) for i in (0, 1)]
     if isinstance(gating, ClampedSwiGLU) and gating.is_interleaved:
         return weight.unflatten(dim, (-1, 2)).unbind(dim + 1)
     return weight.chunk(2, dim)
 
 
-def _half(weight: QuantisedWeight, gating: Any, dim: int, index: int) -> QuantisedWeight:
+def _half(weight: QuantizedWeight, gating: Any, dim: int, index: int) -> QuantizedWeight:
     shape = [*weight.shape]
     shape[dim] //= 2
 

@@ -150,7 +150,7 @@ class GatedNormOptions(NamedTuple):
         return builder.build(name, {"x": x, "gate": gate}, [y], {})
 
     def sizes(self) -> tuple[int]:
-        """Return the one size that is normalised; refuse others."""
+        """Return the one size that is normalized; refuse others."""
         shape = validate.normalized_shape(self.name, self.normalized_shape)
         if len(shape) != 1:
             arguments.wrong_value(self.name, "normalized_shape", "one size", list(shape))

@@ -66,15 +66,15 @@ class WeightRead(torch.autograd.Function):
 
 
 def hand_over(
-    ctx: Any, gradients: list[Any], like: Tensor, metas: Sequence[Any], quantised: Sequence[int]
+    ctx: Any, gradients: list[Any], like: Tensor, metas: Sequence[Any], quantized: Sequence[int]
 ) -> None:
     """Give late gradients to the nodes that compute them, tensors without memory in their places.
 
     ctx: of the layer that reads the weights; metas: of its tensors, None for an absent one;
-    quantised: the places of weights that are no tensors.
+    quantized: the places of weights that are no tensors.
     """
     # a node has edges for tensors alone
-    are_tensors = [meta is not None and i not in quantised for i, meta in enumerate(metas)]
+    are_tensors = [meta is not None and i not in quantized for i, meta in enumerate(metas)]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, LateGradient):
             continue

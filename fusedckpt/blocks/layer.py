@@ -33,7 +33,7 @@ class Layer(Decided, Protocol):
 
     @property
     def linears(self) -> Any:
-        """Return the names of its linears, and the parts of adapted and quantised weights."""
+        """Return the names of its linears, and the parts of adapted and quantized weights."""
         ...
 
     @property

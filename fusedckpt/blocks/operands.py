@@ -1,4 +1,4 @@
-"""The parameters of a call: a norm's record; weights, dense or dequantised, and their adapters."""
+"""The parameters of a call: a norm's record; weights, dense or dequantized, and their adapters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.dispatch import Meta
-from fusedckpt.blocks.quantised import QuantisedWeight, quantised
+from fusedckpt.blocks.quantized import QuantizedWeight, quantized
 from fusedckpt.kernels.norm import NormRule
 
 # before, torch's rms_norm was not among the functions that autocast widens
@@ -82,10 +82,10 @@ class LoRA(NamedTuple):
     does. For experts see `functional.experts`.
 
     Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; over
-    quantised weights Dettmers et al., "QLoRA", arXiv 2305.14314.
+    quantized weights Dettmers et al., "QLoRA", arXiv 2305.14314.
     """
 
-    # [N, K], dense or quantised, frozen or not; or another LoRA: its adapter is added, too
+    # [N, K], dense or quantized, frozen or not; or another LoRA: its adapter is added, too
     weight: Any
     # [r, K]
     A: Tensor
@@ -123,14 +123,14 @@ class LinearParts(NamedTuple):
     adapters: tuple[tuple[Any, Any], ...] = ()
     # of each adapter
     constants: tuple[Constants, ...] = ()
-    # whether the weight is a record that dequantises, or the Meta of one
-    is_quantised: bool = False
+    # whether the weight is a record that dequantizes, or the Meta of one
+    is_quantized: bool = False
 
     def half(self, index: int) -> LinearParts:
         """Return the linear of the first or second half of the outputs; as views."""
 
         def rows(t: Any) -> Any:
-            if isinstance(t, QuantisedWeight):
+            if isinstance(t, QuantizedWeight):
                 return t.half(index)
             return None if t is None else t.chunk(2)[index]
 
@@ -151,9 +151,9 @@ def linear_parts_of(
         adapters.insert(0, (lora.A, lora.B))
         seed = next(seeds) if lora.dropout else None
         constants.insert(0, Constants(float(lora.scale), float(lora.dropout), seed))
-    base = quantised(weight)
+    base = quantized(weight)
     if base is not None:
-        source = f"{key}.dense" if base is weight else f"dequantise({key})"
+        source = f"{key}.dense" if base is weight else f"dequantize({key})"
         weight = base.checked(name, key, source)
     return LinearParts(weight, bias, tuple(adapters), tuple(constants), base is not None)
 
@@ -181,11 +181,11 @@ def flat(parts: LinearParts) -> list[Any]:
 def with_values(parts: LinearParts, values: Iterator[Any]) -> LinearParts:
     """Return the parts with the next of an iterator's values in the order of `flat`.
 
-    A quantised weight stays: its value is None.
+    A quantized weight stays: its value is None.
     """
     weight = next(values)
     bias = next(values)
-    weight = parts.weight if parts.is_quantised else weight
+    weight = parts.weight if parts.is_quantized else weight
     adapters = tuple([(next(values), next(values)) for _ in parts.adapters])
     return parts._replace(weight=weight, bias=bias, adapters=adapters)
 
@@ -203,5 +203,5 @@ def parts_of_linears(
 
 
 def are_adapted(linears: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether any weight is a record or dequantises."""
-    return any(isinstance(w, LoRA) or quantised(w) is not None for w, _ in linears)
+    """Whether any weight is a record or dequantizes."""
+    return any(isinstance(w, LoRA) or quantized(w) is not None for w, _ in linears)

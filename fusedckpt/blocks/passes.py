@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fusedckpt.blocks.quantised import QuantisedWeight
+from fusedckpt.blocks.quantized import QuantizedWeight
 from fusedckpt.kernels import grouped
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels.linear import HiddenGrad
@@ -65,10 +65,10 @@ def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:
 
 
 def input_grad(
-    dy: Tensor, weight: Tensor | QuantisedWeight, scale: float, total: Tensor | None
+    dy: Tensor, weight: Tensor | QuantizedWeight, scale: float, total: Tensor | None
 ) -> Tensor:
-    """Return scale dy W, added in place to `total`, for an adapter or a quantised weight."""
-    if isinstance(weight, QuantisedWeight):
+    """Return scale dy W, added in place to `total`, for an adapter or a quantized weight."""
+    if isinstance(weight, QuantizedWeight):
         for rows in weight.pieces(dy.dtype):
             part = dy if rows is None else dy[:, rows]
             # no name for the dense piece, which would outlive the next one's making
@@ -87,13 +87,13 @@ def _added_product(total: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     return summed(total, torch.mm(a, b))
 
 
-def dense_rows(weight: QuantisedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:
-    """Return rows of a quantised weight as GEMMs read them."""
+def dense_rows(weight: QuantizedWeight, rows: slice | None, dtype: torch.dtype) -> Tensor:
+    """Return rows of a quantized weight as GEMMs read them."""
     return as_weight(weight.dense(rows), dtype)
 
 
-def dequantised(
-    x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor | None = None
+def dequantized(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None
 ) -> Tensor:
     """Return x W' + b for a weight of which one piece is dense at a time."""
     y = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out

@@ -278,7 +278,7 @@ def split_norm(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
 
 
 def kernel_of_norm(x: Meta, dtype: torch.dtype) -> str:
-    """Return which kernels normalise tensors like x."""
+    """Return which kernels normalize tensors like x."""
     return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
 
 

@@ -50,11 +50,11 @@ def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | 
 def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | None:
     """Return the source of a norm's result, see `index.Source`."""
     node: Any = n.grad_fn
-    again = partial(_normalised, node.call, [p is not None for p in parameters])
+    again = partial(_normalized, node.call, [p is not None for p in parameters])
     return index.of_first_saved("norm", again, n, parameters)
 
 
-def _normalised(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
+def _normalized(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
     """Return a norm's result again; are_given: which of its parameters there are."""
     remaining = iter(parameters)
     tensors: list[Tensor | None] = [x]
@@ -70,7 +70,7 @@ def rule_of_recipe(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
     Beside it: whether the norm has a weight, and a bias; the recipe's inputs are x and these.
     """
     again = made.again
-    if not isinstance(again, partial) or again.func is not _normalised:
+    if not isinstance(again, partial) or again.func is not _normalized:
         return None
     call, are_given = again.args
     return call.program.steps[0].op.rule, are_given
@@ -133,6 +133,6 @@ def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, firs
             tracker.note_saved(inputs[place])
     if call.is_norm:
         x, *parameters = inputs
-        again = partial(_normalised, call, [isinstance(t, Tensor) for t in parameters])
+        again = partial(_normalized, call, [isinstance(t, Tensor) for t in parameters])
         present = [t for t in parameters if isinstance(t, Tensor)]
         tracker.make("norm", again, [x, *present], [y], saves_parameters=True)

@@ -19,7 +19,7 @@ from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.compiled import grouped_product
 from fusedckpt.blocks.late import late_weight_grad
 from fusedckpt.blocks.program import Gradient, Op
-from fusedckpt.blocks.quantised import EachExpert, QuantisedWeight
+from fusedckpt.blocks.quantized import EachExpert, QuantizedWeight
 from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels import gating, grouped, routed
 from fusedckpt.kernels.gating import Gating
@@ -93,7 +93,7 @@ class Grouped(Op):
     # of the product
     dtype: torch.dtype | None = None
     # whether an expert's weight is dense only while a GEMM reads it
-    is_quantised: bool = False
+    is_quantized: bool = False
     # of the product
     scale: float = 1.0
     # whether the weight's gradient is computed after that of the last weight, see `late`
@@ -113,7 +113,7 @@ class Grouped(Op):
 
     def _product(self, code: Writer, weight: Node, turns: bool, x: Node, *args: Any) -> Node:
         """Write the product with a weight, or, where it turns, with its transpose."""
-        if self.is_quantised:
+        if self.is_quantized:
             weight = code.call(EachExpert, weight, self.is_transposed == turns, self.dtype)
         elif self.is_transposed == turns:
             weight = code.call("transpose", weight, 1, 2)
@@ -155,7 +155,7 @@ class Grouped(Op):
         """Return y by torch's ops, with zeros for the rows of no expert."""
         x, route, scores = [*reads, None][:3]
         weight, bias = params
-        if isinstance(weight, QuantisedWeight):
+        if isinstance(weight, QuantizedWeight):
             weight = weight.dense(None)
         weight, bias = [None if p is None else p.to(self.dtype) for p in (weight, bias)]
         assert weight is not None

@@ -57,10 +57,10 @@ class CallSchedules:
         return "\n\n".join(map(str, self.layers))
 
 
-def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
+def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
     """Run fn(*args, **kwargs) once; return what its fused layers save, and their schedules.
 
-        print(fusedckpt.schedule(mlp, x))
+        print(fusedckpt.explain(mlp, x))
 
     A line is a call of a kernel: its results, its inputs that are tensors, results that are written
     over a tensor (`h=d_h`), and the tensors that are freed after it. `d_x` is the gradient of x. Of
@@ -83,14 +83,14 @@ def schedule(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules
             inside of a checkpoint, or of a function that torch.compile compiled, are not seen.
     """
     if not callable(fn):
-        raise TypeError(f"schedule: fn must be a function or a module, got {type(fn).__name__}")
+        raise TypeError(f"explain: fn must be a function or a module, got {type(fn).__name__}")
     with torch.enable_grad():
         result = fn(*args, **kwargs)
     nodes = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
     layers = [_layer_of(node) for node in _blocks_before(nodes)]
     if not layers:
         raise ValueError(
-            "schedule: fn must return the result of a fused layer with a gradient that is wanted; "
+            "explain: fn must return the result of a fused layer with a gradient that is wanted; "
             "layers inside of checkpoints and of compiled functions are not seen"
         )
     return CallSchedules(tuple(layers))

@@ -18,7 +18,7 @@ from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
 from fusedckpt.blocks.program import Gradient, Op
-from fusedckpt.blocks.quantised import QuantisedWeight
+from fusedckpt.blocks.quantized import QuantizedWeight
 from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels import linear as kernels
 from fusedckpt.kernels import norm as norm_triton
@@ -42,7 +42,7 @@ class Norm(Op):
     sums: torch.dtype | None = None
     # "aten" or "triton"
     kernel: str = "aten"
-    # how many dimensions are normalised together
+    # how many dimensions are normalized together
     num_dims: int = 1
     adds = is_joint = True
     gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
@@ -85,7 +85,7 @@ class Gemm(Op):
     # the dtype of the weight's gradient
     sums: torch.dtype | None = None
     # whether the weight is dense only while a GEMM reads it
-    is_quantised: bool = False
+    is_quantized: bool = False
     # the dtype of a sum, None for the one that torch promotes to
     out: torch.dtype | None = None
     has_gemm = casts = True
@@ -104,7 +104,7 @@ class Gemm(Op):
     def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
         """Write y."""
         if len(reads) == 1:
-            fn = passes.dequantised if self.is_quantised else kernels.linear
+            fn = passes.dequantized if self.is_quantized else kernels.linear
             return [code.call(fn, reads[0], *params, over={"out": ()})]
         low, total = reads
         node = code.call(passes.added, total, low, params[0], self.scale, self.out)
@@ -134,7 +134,7 @@ class Gemm(Op):
         wide = self.grad_dtype or self.dtype
         known = code.dtype_of(total)
         of_sum = self.dtype if known is None else torch.promote_types(known, self.dtype)
-        if self.is_quantised or self.scale != 1:
+        if self.is_quantized or self.scale != 1:
             return code.call(passes.input_grad, dy, weight, self.scale, total, dtype=of_sum)
         if total is None:
             fn = torch.mm if wide == self.dtype else wide_product
@@ -150,7 +150,7 @@ class Gemm(Op):
         """Return y in torch's ops."""
         x = reads[0].to(self.dtype)
         weight = params[0]
-        if isinstance(weight, QuantisedWeight):
+        if isinstance(weight, QuantizedWeight):
             weight = weight.dense(None)
         bias = None if params[1] is None else params[1].to(self.dtype)
         y = F.linear(x, weight.to(self.dtype), bias)

@@ -161,7 +161,7 @@ def check_multiplied(
 ) -> None:
     """Refuse weights that linears which multiply in a dtype do not take, and adapters."""
     for names, parts in by_names.items():
-        weight = None if parts.is_quantised else parts.weight
+        weight = None if parts.is_quantized else parts.weight
         check_dtypes(name, context, dtype, {names.weight: weight, names.bias: parts.bias})
     for (key, _), parts in by_names.items():
         n, k = parts.weight.shape

@@ -126,7 +126,7 @@ class Buffers:
                 vars(module).clear()
                 vars(module).update(attributes)
             elif hasattr(module, "reset_running_stats"):
-                # it stays initialised, but its statistics are yet to begin
+                # it stays initialized, but its statistics are yet to begin
                 module.reset_running_stats()  # type: ignore[operator]  # a method
 
 

@@ -49,7 +49,7 @@ def checkpoint_sequential(
         input: the input of the first function: a tensor, or any nesting of tensors.
         use_reentrant, options: those of `checkpoint`.
 
-    "sqrt" minimises the bytes of all segments' inputs and of the tensors saved by the largest
+    "sqrt" minimizes the bytes of all segments' inputs and of the tensors saved by the largest
     segment in its backward: about sqrt(n) segments of n equal functions. "recursive" checkpoints
     the first half, the first half of the rest and so on, and the same within each: it saves log2(n)
     inputs and runs a function log2(n) / 2 times more. The first call for the same functions and

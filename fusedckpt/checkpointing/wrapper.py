@@ -1,4 +1,4 @@
-"""`Checkpoint`: a module that is checkpointed in place, by a forward that is set on it.
+"""`checkpoint_module`: a module that is checkpointed in place, by a forward that is set on it.
 
 There is no wrapper: whatever reads, copies, shards or loads a model meets the module itself.
 """
@@ -17,11 +17,11 @@ from fusedckpt.autograd import arguments
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 
 
-def Checkpoint(module: nn.Module, **options: Any) -> nn.Module:
+def checkpoint_module(module: nn.Module, **options: Any) -> nn.Module:
     """Checkpoint every call of a module's forward, and return the module.
 
         for block in model.blocks:
-            fusedckpt.Checkpoint(block)
+            fusedckpt.checkpoint_module(block)
 
     The module keeps its class, its names, its parameters and its hooks; only `module.forward` is
     set. Its hooks run outside of the checkpoint, once per step; those of the modules inside run in
@@ -38,9 +38,9 @@ def Checkpoint(module: nn.Module, **options: Any) -> nn.Module:
         TypeError: `module` is not an nn.Module, or `checkpoint` has no such option.
         ValueError: use_reentrant is True.
     """
-    arguments.module("Checkpoint", "module", module)
+    arguments.module("checkpoint_module", "module", module)
     if unknown := {*options} - OPTIONS:
-        raise TypeError(f"Checkpoint: unknown options {', '.join(sorted(unknown))}")
+        raise TypeError(f"checkpoint_module: unknown options {', '.join(sorted(unknown))}")
     # raises where a value is not valid
     checkpoint(**options)
     present = vars(module).get("forward")

@@ -17,8 +17,8 @@ While `fuse` runs (fuser.py):
       | recording.py           runs a copy on meta tensors: its ops (op_recorder.py), and the
       |                        state that it reads (spies.py); state outside of the module that
       |                        its code writes is put back (outside_state.py)
-      | recorded_block.py      recognises products and the activation between them; norms are
-      |                        recognised by their numbers
+      | recorded_block.py      recognizes products and the activation between them; norms are
+      |                        recognized by their numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
       |                        (match_reader.py): the state for which that holds, and the values

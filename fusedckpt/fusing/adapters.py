@@ -1,4 +1,4 @@
-"""Linears under peft's LoRA, or quantised: the linear below, and the operand for its weight.
+"""Linears under peft's LoRA, or quantized: the linear below, and the operand for its weight.
 
 peft wraps a linear: the wrapper has the linear as `base_layer` and, by adapters' names, the two
 small linears, the scale and the dropout. A wrapper's function may change from call to call, as
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import are_plain, autocast_dtype, has_hooks
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.quantised import quantised
+from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing.subclass import made_of
 
 # told by name: none of these libraries is imported
@@ -26,7 +26,7 @@ _LORA = (
     "peft.tuners.lora.bnb.Linear4bit",
     "peft.tuners.lora.torchao.TorchaoLoraLinear",
 )
-# the linear that dequantises its weight, then multiplies as nn.Linear does
+# the linear that dequantizes its weight, then multiplies as nn.Linear does
 _DEQUANTISING = ("Linear4bit", "bitsandbytes.nn.modules")
 _PARTS = ("lora_A", "lora_B", "lora_dropout")
 
@@ -47,14 +47,14 @@ def base_of(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def is_dequantising(layer: nn.Module) -> bool:
+def is_dequantizing(layer: nn.Module) -> bool:
     """Whether a layer is a linear of a class of its own that computes nn.Linear's function."""
     return (type(layer).__name__, type(layer).__module__) == _DEQUANTISING
 
 
 def casts(layer: Any, x: Tensor) -> bool:
-    """Whether a linear that dequantises, without autocast, computes in another dtype than x."""
-    if not is_dequantising(layer):
+    """Whether a linear that dequantizes, without autocast, computes in another dtype than x."""
+    if not is_dequantizing(layer):
         return False
     is_set = layer.compute_type_is_set or x.dtype == torch.float16
     compute_dtype = layer.compute_dtype if is_set else None
@@ -62,18 +62,18 @@ def casts(layer: Any, x: Tensor) -> bool:
 
 
 def dense(layer: nn.Module) -> nn.Module:
-    """Return the nn.Linear that a dequantising linear computes, any other layer as it is."""
-    if not is_dequantising(layer):
+    """Return the nn.Linear that a dequantizing linear computes, any other layer as it is."""
+    if not is_dequantizing(layer):
         return layer
     linear: Any = layer
-    weight = quantised(linear.weight)
+    weight = quantized(linear.weight)
     dtype = torch.float32 if weight is None else weight.dtype
     shape = linear.in_features, linear.out_features
     return nn.Linear(*shape, linear.bias is not None, device="meta", dtype=dtype)
 
 
 def bare(layer: nn.Module) -> nn.Module:
-    """Return the nn.Linear below adapters and quantisation, any other layer as it is."""
+    """Return the nn.Linear below adapters and quantization, any other layer as it is."""
     return dense(base_of(layer))
 
 

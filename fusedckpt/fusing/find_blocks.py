@@ -163,7 +163,7 @@ class BlockFinder:
         if obstacle is None and _overrides_calls(type(parent)):
             obstacle = NotFused("sequential")
         if obstacle is None and len(asked) < len(blocks):
-            obstacle = NotFused("neighbour")
+            obstacle = NotFused("neighbor")
         parts: dict[str, Part] = {}
         for name, block in asked.items():
             if obstacle is not None:

@@ -1,8 +1,8 @@
 """Look into the first training step of a model for modules that are better run again in backward.
 
 Their code does not show them: a scan in a loop of its own, attention in a helper that a table
-chooses. `fuse(model, batch=...)` finds them in a copy that runs; without a batch they wait, and the
-first training call shows them. The step is the user's own, observed:
+chooses. `fuse(model, example_inputs=...)` finds them in a copy that runs; without inputs they wait,
+and the first training call shows them. The step is the user's own, observed:
 
     model(x)                    its class has a forward of ours until then, see `Waits`
       a module that waits       its saved tensors are counted while it runs

@@ -173,7 +173,7 @@ class FuseReport:
             named = ", ".join(f"{count} x {name}" for name, count in counts[:_MOST_CLASSES])
             yield f"looked at {named}{more}"
             if RECIPES_OBSTACLE not in attributes:
-                yield "fuse(model, recipes=True) makes activations, sums and other norms again"
+                yield "recompute_elementwise=True also recomputes activations, sums, other norms"
         if self.swapped or self.already:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 

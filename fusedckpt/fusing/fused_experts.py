@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.quantised import quantised
+from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.kernels.gating import Gating
@@ -146,6 +146,6 @@ def _operand(module: nn.Module, name: str, is_transposed: bool) -> Any:
 
 
 def _dense_weight(weight: Any) -> Any:
-    """Return a weight below adapters, None for one that dequantises."""
+    """Return a weight below adapters, None for one that dequantizes."""
     weight = weight.weight if isinstance(weight, LoRA) else weight
-    return None if quantised(weight) is not None else weight
+    return None if quantized(weight) is not None else weight

@@ -27,9 +27,9 @@ class GatedNormMatch(NamedTuple):
     eps: str
     # of the gate
     activation: str
-    # how many groups of columns are normalised apart
+    # how many groups of columns are normalized apart
     groups: int
-    # whether x is gated before it is normalised
+    # whether x is gated before it is normalized
     gates_first: bool
     # added to the weight
     offset: float

@@ -59,13 +59,13 @@ class FusedNorm(Swapped):
         weight = None if match.weight is None else self._parameters.get(match.weight)
         bias = None if match.bias is None else self._parameters.get(match.bias)
         if dispatch.are_plain(x, weight, bias):
-            return self._normalised(x, weight, bias)
+            return self._normalized(x, weight, bias)
         # DTensors: each rank has whole rows
-        y = sharded.on_rows(self._normalised, 1, x, weight, bias)
+        y = sharded.on_rows(self._normalized, 1, x, weight, bias)
         by_name = {match.weight or "": weight, match.bias or "": bias}
         return fallbacks.fallback_of(x, **by_name) if y is None else y
 
-    def _normalised(
+    def _normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor | NotFused:
         match = self._fusedckpt_match
@@ -81,7 +81,7 @@ class FusedNorm(Swapped):
         is_taken = match.autocasts if is_cast else is_taken
         if (x.dtype, dtype) not in match.dtypes or not is_taken:
             return NotFused("dtype", x.dtype)
-        return normalised(self, match, x, weight, bias)
+        return normalized(self, match, x, weight, bias)
 
     def _function_now(self) -> str:
         match = self._fusedckpt_match
@@ -89,7 +89,7 @@ class FusedNorm(Swapped):
         return f"fused as {ours}"
 
 
-def normalised(
+def normalized(
     module: nn.Module, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return the norm that a match describes; note its inputs for readers of the result."""

@@ -14,6 +14,7 @@ from torch import nn
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
+from fusedckpt.deprecated import renamed_arguments
 from fusedckpt.fusing.find_blocks import BlockFinder
 from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
@@ -30,6 +31,7 @@ from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
 
+@renamed_arguments(batch="example_inputs", recipes="recompute_elementwise")
 def fuse(
     model: nn.Module,
     *,
@@ -44,8 +46,8 @@ def fuse(
     experts: bool = True,
     head: bool | str = False,
     verify: bool = True,
-    batch: Any = None,
-    recipes: bool = False,
+    example_inputs: Any = None,
+    recompute_elementwise: bool = False,
 ) -> FuseReport:
     """Replace layers of `model` in place by fused ones, which save less for the backward pass.
 
@@ -83,7 +85,7 @@ def fuse(
             None. A scale and a softcap of logits are read in the first step; a model that does
             anything else to them is named there, and computes them as before. "always": in
             evaluation with labels, too.
-        batch: arguments of the model, as a dict, a tuple, or one tensor. Modules that call
+        example_inputs: arguments of the model, as a dict, a tuple, or one tensor. Modules that call
             attention or a scan by whatever helper, and those that save more than four times their
             inputs and their result, show in a run alone. With a batch a copy of the model runs
             once, without gradients; without, each one's first training call shows it: it runs a
@@ -93,10 +95,11 @@ def fuse(
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
             classes are recorded on meta tensors in any case. The model itself is not run;
             gradients, buffers and RNG state do not change.
-        recipes: whether results of cheap functions anywhere in the model, norms, activations,
-            dropouts, gates and sums, are made again in backward where their inputs are saved
-            anyway, instead of saved. That costs some time on the CPU for each function, so tensors
-            below 1 MiB are left; it applies to eager training without saved-tensor hooks of others.
+        recompute_elementwise: whether results of cheap functions anywhere in the model, norms,
+            activations, dropouts, gates and sums, are made again in backward where their inputs are
+            saved anyway, instead of saved. That costs some time on the CPU for each function, so
+            tensors below 1 MiB are left; it applies to eager training without saved-tensor hooks of
+            others.
 
     Returns:
         The modules swapped, fused before, and left with the reason, and the bytes saved per token.
@@ -132,16 +135,16 @@ def fuse(
     with stopped_waiting(model) as former:
         # all are found before anything is touched
         BlockFinder(search, Matcher(save, chunks, verify)).find()
-        find_mixers(model, search, batch)
+        find_mixers(model, search, example_inputs)
         if head:
             find_heads(model, search, always=head == "always")
         search.check()
     search.report.watch(model)
     if linear:
         find_shared(search)
-    if arguments.flag("fuse", "recipes", recipes):
+    if arguments.flag("fuse", "recompute_elementwise", recompute_elementwise):
         find_recipe_model(model, search)
-    if batch is None:
+    if example_inputs is None:
         # the outermost class of the model
         find_waiting(model, search, former)
     for module, swap in search.swaps:

@@ -1,4 +1,4 @@
-"""Recognise experts as transformers writes them, and verify them.
+"""Recognize experts as transformers writes them, and verify them.
 
 They are told by their parameters: `gate_up_proj` and `down_proj` of three dimensions. The gating is
 looked up by its values, and a small replica is compared with the original's forward. The router is

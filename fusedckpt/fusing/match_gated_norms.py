@@ -1,4 +1,4 @@
-"""Recognise norms with a gate, norm(x) * act(gate) or norm(x * act(gate)), of any class.
+"""Recognize norms with a gate, norm(x) * act(gate) or norm(x * act(gate)), of any class.
 
 A module of at most one vector of weights whose forward takes two tensors is recorded. It is such a
 norm if a rule of `functional.gated_rms_norm` gives its result on random numbers in float32, up to

@@ -1,4 +1,4 @@
-"""Recognise MLPs, gated MLPs and linears with an activation.
+"""Recognize MLPs, gated MLPs and linears with an activation.
 
 Any module with one to four matrices may be one. Its forward is recorded in several shapes and
 dtypes, in training and eval; the recordings show its linears, the ops between them and the state it

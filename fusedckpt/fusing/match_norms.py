@@ -1,4 +1,4 @@
-"""Recognise norms of any class, and the rule by which they compute.
+"""Recognize norms of any class, and the rule by which they compute.
 
 torch's own norms, and subclasses that inherit their forward, are known. Any other module with at
 most two vectors of weights is recorded: it may be a LayerNorm if its forward is one layer_norm of
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from fusedckpt.autograd.dispatch import own_forward
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing.code_names import defining_class
-from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalised
+from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalized
 from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.op_recorder import BUFFER_OP, FOREIGN_OP
 from fusedckpt.fusing.recording import Recording, record
@@ -84,7 +84,7 @@ def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
     stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
     if stop is not None:
         return stop if eps is not None or looks_like(module) == "norm" else None
-    is_norm = _normalises(recordings[0]) or bool(weights and eps is not None)
+    is_norm = _normalizes(recordings[0]) or bool(weights and eps is not None)
     if any(map(reads_unknown_tensors, recordings)):
         return NotFused("foreign") if is_norm else None
     match = None
@@ -137,7 +137,7 @@ def _width(module: nn.Module, weights: list[nn.Parameter]) -> int:
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...]:
-    """Return the one size that a module normalises, nothing where it knows none or several."""
+    """Return the one size that a module normalizes, nothing where it knows none or several."""
     shape: Any = getattr(module, "normalized_shape", None)
     return (int(shape[0]),) if isinstance(shape, (tuple, list)) and len(shape) == 1 else ()
 
@@ -161,7 +161,7 @@ def _ops(recording: Recording) -> set[str]:
     }
 
 
-def _normalises(recording: Recording) -> bool:
+def _normalizes(recording: Recording) -> bool:
     """Whether a forward divides by a root of a mean, and leaves the shape."""
     ops = _ops(recording)
     is_scaled = bool(ops & _STATISTICS or (ops & _MEANS and ops & _ROOTS))
@@ -264,7 +264,7 @@ class _NormDraws:
         )
         with undisturbed("cpu"), torch.no_grad(), forcing(None):
             try:
-                return normalised(self.module, match, self.x.to(pair[0]), weight, bias)
+                return normalized(self.module, match, self.x.to(pair[0]), weight, bias)
             except RuntimeError:
                 return None
 

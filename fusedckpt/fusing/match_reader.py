@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.fusing.adapters import base_of, is_dequantising
+from fusedckpt.fusing.adapters import base_of, is_dequantizing
 from fusedckpt.fusing.outside_reads import NONE, OutsideReads, are_equal_values
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.simple_values import MISSING
@@ -146,7 +146,7 @@ class Reader:
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class before it was swapped, nn.Linear for a linear that dequantises."""
-    if is_dequantising(module):
+    """Return a module's class before it was swapped, nn.Linear for a linear that dequantizes."""
+    if is_dequantizing(module):
         return nn.Linear
     return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)

@@ -35,14 +35,14 @@ class Matcher:
     def swap_of(self, module: nn.Module, kind: str) -> Swap | NotFused | None:
         """Return how a module is swapped, why it cannot be, or None for one of another kind."""
         # a linear, or a module that must not be run
-        if adapters.is_dequantising(module) or any(map(reasons.of_storage, module.modules())):
+        if adapters.is_dequantizing(module) or any(map(reasons.of_storage, module.modules())):
             return None
         key = kind, adapters.described_layers(module)
         bare = adapters.rebuilt(module, adapters.bare)
         return self._once(key, bare, lambda: self._decide(module, bare, kind))
 
     def _decide(self, module: nn.Module, bare: nn.Module, kind: str) -> Swap | NotFused | None:
-        """Match and verify a module; bare: the same without adapters and quantisation."""
+        """Match and verify a module; bare: the same without adapters and quantization."""
         swap = self._match(module, bare, kind)
         if isinstance(swap, NotFused) and kind == "mlp":
             return self._recomputed(module, bare) or swap

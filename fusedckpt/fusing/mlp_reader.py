@@ -19,7 +19,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
 from fusedckpt.blocks.programs import LEVELS, BlockOptions
-from fusedckpt.blocks.quantised import quantised
+from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.match_reader import Guards, Reader, child_at
 from fusedckpt.fusing.replica import Path
@@ -205,11 +205,11 @@ class MLPReader(Reader):
         match = self.match
         linear = match.block.linears[number]
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
-            is_taken = dispatch.are_plain(tensor) or quantised(tensor) is not None
+            is_taken = dispatch.are_plain(tensor) or quantized(tensor) is not None
             # gone as a parametrization or sharding leaves it, or of another class
             if path is not None and (tensor is None or not is_taken):
                 return NotFused("weight", ".".join(path))
-        record = quantised(weight)
+        record = quantized(weight)
         dtype = (record or weight).dtype
         if dtype not in match.dtypes:
             return NotFused("dtype", dtype)

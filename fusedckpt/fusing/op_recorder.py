@@ -2,7 +2,7 @@
 
 Ops are recorded when they reach ATen, whatever the Python code. A node is a tensor that the forward
 made; its kind says how, as far as a match needs it (see `Node.kind`). Only products with a weight
-are recognised by the names of their ops.
+are recognized by the names of their ops.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.quantised import quantised, why_left
+from fusedckpt.blocks.quantized import quantized, why_left
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.lookalikes import (
     NOT_POINTWISE,
@@ -80,7 +80,7 @@ def of_linear(name: str, child: Any) -> NotFused | None:
     if (obstacle := next(filter(None, obstacles), None)) is not None:
         return obstacle
     has_forward = isinstance(child, nn.Linear) and kind.forward is not nn.Linear.forward
-    if has_forward and not adapters.is_dequantising(child):
+    if has_forward and not adapters.is_dequantizing(child):
         return NotFused("linear", (name, kind.__name__))
     return None
 
@@ -94,12 +94,12 @@ def of_weight(name: str, weight: Any) -> NotFused | None:
     """Return why a fused forward cannot take a parameter, None if it can."""
     if not isinstance(weight, Tensor) or dispatch.are_plain(weight):
         return None
-    if quantised(weight) is not None:
+    if quantized(weight) is not None:
         return None
     if sharded.is_sharded(weight):
         return NotFused("sharded", name)
     if (problem := why_left(weight)) is not None:
-        return NotFused("quantised", f"{name} {problem}")
+        return NotFused("quantized", f"{name} {problem}")
     return NotFused("weight", f"{name} is a {type(weight).__name__} of layout {weight.layout}")
 
 
@@ -108,7 +108,7 @@ def of_parameters(module: nn.Module) -> NotFused | None:
     parameters = dict(module.named_parameters(recurse=False))
     if sharded.are_replicated(parameters.values()):
         return None
-    weights = {name: weight for name, weight in parameters.items() if quantised(weight) is None}
+    weights = {name: weight for name, weight in parameters.items() if quantized(weight) is None}
     obstacles = (of_weight(name, weight) for name, weight in weights.items())
     if (obstacle := next(filter(None, obstacles), None)) is not None:
         return obstacle

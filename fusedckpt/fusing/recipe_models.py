@@ -1,4 +1,4 @@
-"""Models with a forward that saves recipes: `fuse(model, recipes=True)`."""
+"""Models with a forward that saves recipes: `fuse(model, recompute_elementwise=True)`."""
 
 from __future__ import annotations
 

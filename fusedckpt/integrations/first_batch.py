@@ -73,7 +73,7 @@ def at_first_batch(
         module = getattr(module, COMPILED_CHILD, module)
         if fuse is not None:
             inner = module.module if isinstance(module, DistributedDataParallel) else module
-            log(fuse_model(inner, **{"batch": _batch_of(inner, args, kwargs), **fuse}))
+            log(fuse_model(inner, **{"example_inputs": _batch_of(inner, args, kwargs), **fuse}))
         step = {"loss": loss, "optimizer": optimizer, **kwargs}
         if plan is not None and not any(is_assigned(part) for part in module.modules()):
             made = make_plan(module, *args, **plan, **step)

@@ -24,7 +24,7 @@ from torchtitan.models.common import TransformerBlock
 from torchtitan.tools.logging import logger
 
 from fusedckpt.checkpointing.regions import patterns_of
-from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.checkpointing.wrapper import checkpoint_module
 from fusedckpt.fusing.fuser import fuse
 
 __all__ = ["full_checkpoint", "fused_block"]
@@ -58,7 +58,7 @@ class _FullCheckpoint(FullAC):
         options = {name: getattr(self.config, name) for name in names}
         # releases that build on torch_remat accept False alone, as that cannot preserve it
         options["preserve_rng_state"] |= not _RNG.default
-        return Checkpoint(module, save_regions=self.config.save_regions, **options)
+        return checkpoint_module(module, save_regions=self.config.save_regions, **options)
 
 
 _RNG = next(field for field in fields(FullAC.Config) if field.name == "preserve_rng_state")

@@ -124,7 +124,7 @@ class FuseCallback(TrainerCallback):
             return False
         is_sharded = any(map(private.is_fsdp_managed, model.modules()))
         is_sharded = is_sharded or not all(map(_is_whole, model.parameters()))
-        return "batch" not in self.options and not is_sharded
+        return not {"example_inputs", "batch"} & self.options.keys() and not is_sharded
 
     def _use_checkpoint(self, model: nn.Module, state: TrainerState) -> None:
         try:

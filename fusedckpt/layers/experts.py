@@ -55,7 +55,7 @@ def experts(
         scores: [..., K], floating point; they get a gradient. They multiply the hidden layer: in
             float16 one above 1 may overflow where eager, which multiplies the result, does not.
         gate_up: [E, 2 F, D] of x's dtype, under autocast of any dtype but float64; gate's rows
-            first. Or a weight that dequantises, or a `LoRA` record with A [E, r, D], B [E, 2 F, r]
+            first. Or a weight that dequantizes, or a `LoRA` record with A [E, r, D], B [E, 2 F, r]
             and no dropout, see `mlp`; A and B are cast to the dtype of the weight, as by peft.
         down: [E, D_out, F], as gate_up.
         activation: a name as in `linear_act`, or a `ClampedSwiGLU` record.
@@ -70,7 +70,7 @@ def experts(
 
     Returns:
         [..., D_out]. Each chunk waits for the device once, to learn where each expert's rows end;
-        not where a kernel multiplies, on a GPU. Weights that dequantise are multiplied in a loop.
+        not where a kernel multiplies, on a GPU. Weights that dequantize are multiplied in a loop.
 
     Raises:
         ValueError: invalid shapes, devices, activation, level or chunks; a negative index; an

@@ -22,7 +22,7 @@ NOTE = "_fusedckpt_fallback"
 _AGAIN = "call fuse again"
 _CHECKPOINT = "fusedckpt.checkpoint recomputes it"
 _FORWARD = "the forward of its class"
-_RECIPES = "fuse(model, recipes=True) makes its result again in backward"
+_RECIPES = "fuse(model, recompute_elementwise=True) makes its result again in backward"
 _UNHOOK = "remove the hook, or add it to a module around"
 # by key: one clause, and the one thing to do about it
 WORDS = {
@@ -30,7 +30,7 @@ WORDS = {
     "arguments": ("called with arguments other than one tensor", "pass one tensor alone"),
     "child": ("{} was replaced by another module since it was fused", _AGAIN),
     "adapter": ("{}: only peft's plain LoRA is fused", "use a plain LoRA there"),
-    "packed": ("{} packs up before gate, and is adapted or quantised", _CHECKPOINT),
+    "packed": ("{} packs up before gate, and is adapted or quantized", _CHECKPOINT),
     "hook": ("{}: it has a hook, or its forward was replaced", _UNHOOK),
     "hooked": ("{}: it has a hook, and would be called twice", _UNHOOK),
     "weight": ("{}, which only its own forward takes", "use plain parameters"),
@@ -51,11 +51,11 @@ WORDS = {
     ),
     "waits": (
         "it waits for its first training call, which shows whether it saves much",
-        "train a step, or fuse(model, batch=...)",
+        "train a step, or fuse(model, example_inputs=...)",
     ),
     "unseen call": (
         "its last training call could not be looked into: {}",
-        "call it once without, or fuse(model, batch=...)",
+        "call it once without, or fuse(model, example_inputs=...)",
     ),
     "in checkpoint": (
         "its first training call was inside a checkpoint, which runs it again anyway",
@@ -71,15 +71,15 @@ WORDS = {
     ),
     "memory": (
         "it saves much, and there was no memory for a second run of it in the first step",
-        "fuse(model, batch=...) with a small batch",
+        "fuse(model, example_inputs=...) with a small batch",
     ),
     "collective": (
         "it saves much, and holds a {}, whose collectives would run twice",
-        "fuse(model, batch=...) before sharding",
+        "fuse(model, example_inputs=...) before sharding",
     ),
     "ranks": (
         "it saves much on some ranks alone in the first step",
-        "fuse(model, batch=...) with one batch",
+        "fuse(model, example_inputs=...) with one batch",
     ),
     "around": (
         "its attention is written beside an MLP that is fused, in one forward",
@@ -138,7 +138,7 @@ WORDS = {
     "head class": ("its output embedding is no nn.Linear", "use fusedckpt.LinearCrossEntropy"),
     "head weight": (
         "its output embedding has a weight that is no plain tensor",
-        "fuse before sharding or quantisation",
+        "fuse before sharding or quantization",
     ),
     "head loss": (
         "{} computes another loss than ForCausalLMLoss",
@@ -149,9 +149,9 @@ WORDS = {
     "fsdp": ("its parameters are sharded by FSDP", "fuse before sharding"),
     "deepspeed": ("its parameters are sharded by DeepSpeed", "fuse before sharding"),
     "sharded": ("{} is sharded", "fuse before sharding, MLPs by fusedckpt.parallel.MLPParallel"),
-    "lazy": ("its parameters are not initialised", "call the model once before"),
+    "lazy": ("its parameters are not initialized", "call the model once before"),
     "freed": ("the storage of its parameters was freed", "fuse while they have one"),
-    "quantised": ("{}", "use plain parameters"),
+    "quantized": ("{}", "use plain parameters"),
     "dtypes": ("its weights have several dtypes: {}", "cast them to one"),
     "parametrized": ("{}: its weights are parametrized", "fuse after removing it"),
     "dense": ("{}", _CHECKPOINT),
@@ -160,12 +160,12 @@ WORDS = {
     "forward": ("its forward was replaced", f"bring back {_FORWARD}"),
     "attribute": ("it has an attribute {} already", "rename it"),
     "apart": ("it forms no block with {}, by which it is followed", _CHECKPOINT),
-    "apart now": ("{} forms no block with its neighbours now", _AGAIN),
+    "apart now": ("{} forms no block with its neighbors now", _AGAIN),
     "sequential": (
         "it is a subclass of nn.Sequential with its own forward",
         "use nn.Sequential, or its layers in a class of your own",
     ),
-    "neighbour": (
+    "neighbor": (
         "another block of its Sequential is not to be fused",
         "name all its blocks, or none",
     ),

@@ -1,6 +1,6 @@
 """RMSNorm with a gate, of mixers' results: saves x and the gate alone.
 
-Backward recomputes statistics, the normalised rows and the gate's activation.
+Backward recomputes statistics, the normalized rows and the gate's activation.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def gated_rms_norm(
         weight: [N], of any floating dtype, or None.
         eps: added to the mean square; None means the machine epsilon of the statistics' dtype.
         activation: of the gate, see `functional.linear_act`.
-        groups: how many groups of N / groups columns are normalised, each by itself.
+        groups: how many groups of N / groups columns are normalized, each by itself.
         gates_first: whether x is multiplied by act(gate) before the norm, as in Mamba 2.
         offset: added to the weight.
-        cast: "llama" rounds the normalised x to x's dtype before the weight; where the gate is
+        cast: "llama" rounds the normalized x to x's dtype before the weight; where the gate is
             first, the result has the promoted dtype then. "torch" and "gemma" round at the end.
 
     Returns:
@@ -126,7 +126,7 @@ class GatedRMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.options.offset)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Normalise x [..., N] with a gate [..., N]."""
+        """Normalize x [..., N] with a gate [..., N]."""
         return _run(self.options, x, gate, self.weight)
 
     def _get_name(self) -> str:

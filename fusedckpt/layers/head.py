@@ -45,7 +45,7 @@ def linear_cross_entropy(
     Args:
         x: [..., D], float32, bfloat16, float16 or float64.
         weight: [V, D], of x's dtype; under autocast of any dtype but float64. Or a `LoRA` record,
-            or a quantised weight, as in `mlp`.
+            or a quantized weight, as in `mlp`.
         target: [...], int64, from 0 to V - 1, or ignore_index.
         bias: [V] or None.
         ignore_index: the target of tokens without a loss.

@@ -32,7 +32,7 @@ def linear_act(
     Args:
         x: [..., in_features], float32, bfloat16, float16 or float64.
         weight: [out_features, in_features], of x's dtype; under autocast of any dtype but float64.
-            Or a `LoRA` record, or a quantised weight, as in `mlp`.
+            Or a `LoRA` record, or a quantized weight, as in `mlp`.
         bias: [out_features] or None.
         activation: identity (or None), relu, relu2, leaky_relu, gelu (erf), gelu_tanh, quick_gelu,
             silu, sigmoid, tanh, softplus, mish, or their names in torch and transformers.

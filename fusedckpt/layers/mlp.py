@@ -65,13 +65,13 @@ def mlp(
             gradients then accumulate in float32, 4 bytes per weight. The default is one, unless the
             temporaries exceed 512 MiB and chunks save more than the accumulators take.
         kernel: "split" (vendor GEMMs and elementwise kernels in place) or "hybrid" (the GEMM of dh
-            turns it into h and dz in its epilogue); by default split. With adapters, quantised
+            turns it into h and dz in its epilogue); by default split. With adapters, quantized
             weights or dropout only "split".
         dropout, output_dropout: dropout probabilities of the hidden layer, and of the result before
             x is added. Each saves a seed of 8 bytes instead of a mask, drawn from the default
             generator of x's device.
 
-    A weight may be a `LoRA` record, or quantised (see `register_quantised`): then it is dense only
+    A weight may be a `LoRA` record, or quantized (see `register_quantized`): then it is dense only
     while a GEMM reads it, and gets no gradient.
 
     Returns:

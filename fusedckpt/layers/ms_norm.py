@@ -65,7 +65,7 @@ def _width(name: str, shape: Any, eps: Any = None) -> int:
     return shape[0]
 
 
-def _normalised(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
+def _normalized(norm: nn.LayerNorm | nn.RMSNorm, x: Any) -> Tensor:
     """Return the norm of x."""
     name = type(norm).__name__
     shape = norm.normalized_shape
@@ -92,8 +92,8 @@ class MSLayerNorm(nn.LayerNorm):
         super().__init__(_width("MSLayerNorm", normalized_shape), eps, elementwise_affine=False)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [..., normalized_shape]; return the dtype of the input."""
-        return _normalised(self, input)
+        """Normalize [..., normalized_shape]; return the dtype of the input."""
+        return _normalized(self, input)
 
 
 class MSRMSNorm(nn.RMSNorm):
@@ -104,8 +104,8 @@ class MSRMSNorm(nn.RMSNorm):
         super().__init__(width, eps, elementwise_affine=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., normalized_shape]; return the dtype of x."""
-        return _normalised(self, x)
+        """Normalize [..., normalized_shape]; return the dtype of x."""
+        return _normalized(self, x)
 
 
 def merge_affine(norm: nn.Module, *linears: nn.Linear) -> nn.Module:

@@ -107,12 +107,12 @@ def rms_norm(
     Args:
         x: [..., *normalized_shape], float32, bfloat16, float16 or float64; statistics are computed
             in float32 (float64 for float64).
-        normalized_shape: sizes of the last dimensions, which are normalised together.
+        normalized_shape: sizes of the last dimensions, which are normalized together.
         weight: normalized_shape, of any floating dtype, or None.
         eps: added to the mean square; None means the machine epsilon of the statistics' dtype.
         offset: added to the weight in float32; Gemma stores w and scales by 1 + w.
         cast: where half precision is rounded. "torch" and "gemma" round once, at the end. "llama"
-            rounds the normalised x before the weight, and returns the promoted dtype.
+            rounds the normalized x before the weight, and returns the promoted dtype.
 
     Returns:
         The shape and dtype of x, but for `cast`; under GPU autocast the dtype of F.rms_norm.
@@ -217,7 +217,7 @@ class RMSNorm(nn.RMSNorm):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise [..., *normalized_shape]."""
+        """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
         attributes = self.__dict__
         if MARK in attributes and attributes[MARK].kind.forward is not _RMS_FORWARD:
@@ -263,7 +263,7 @@ class LayerNorm(nn.LayerNorm):
         super().__init__(shape, eps, affine, bias, device=device, dtype=dtype)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise [..., *normalized_shape]."""
+        """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
         attributes = self.__dict__
         if MARK in attributes and attributes[MARK].kind.forward is not _LAYER_FORWARD:

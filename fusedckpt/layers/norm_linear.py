@@ -24,14 +24,14 @@ def norm_linear(
 ) -> tuple[Tensor, ...]:
     """Return F.linear(norm(x), weight, bias) for every weight, saving only x for backward.
 
-    Eager saves norm(x) besides the tensors that the norm saves; here backward normalises x again,
+    Eager saves norm(x) besides the tensors that the norm saves; here backward normalizes x again,
     once for all linears. No GEMM is recomputed.
 
     Args:
         x: [..., D].
         norm: a NormSpec over D.
         weights: [N_i, D] each, of x's dtype; under autocast of any dtype but float64. Or `LoRA`
-            records, or quantised weights, as in `mlp`.
+            records, or quantized weights, as in `mlp`.
         biases: [N_i] or None for each weight; None for no biases.
 
     Returns:

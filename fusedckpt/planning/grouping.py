@@ -1,4 +1,4 @@
-"""Units with the modules that run beside them: those that save nothing, and tiny neighbours."""
+"""Units with the modules that run beside them: those that save nothing, and tiny neighbors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-# of more units neighbours are joined: time and memory of the solver grow with the square
+# of more units neighbors are joined: time and memory of the solver grow with the square
 MOST_UNITS = 512
 
 
@@ -86,7 +86,7 @@ def _group(units: Sequence[SurveyedUnit], main: SurveyedUnit) -> SurveyedUnit:
 
 
 def fewer(units: list[SurveyedUnit], most: int) -> list[SurveyedUnit]:
-    """Join neighbours so that at most `most` units are left, if segments may contain them.
+    """Join neighbors so that at most `most` units are left, if segments may contain them.
 
     The bytes that units return are balanced between the groups.
     """
@@ -104,7 +104,7 @@ def fewer(units: list[SurveyedUnit], most: int) -> list[SurveyedUnit]:
 
 
 def _packed(units: Sequence[SurveyedUnit], capacity: int) -> list[list[SurveyedUnit]]:
-    """Return units with their neighbours, as long as these return no more than `capacity` bytes."""
+    """Return units with their neighbors, as long as these return no more than `capacity` bytes."""
     groups = list[list[SurveyedUnit]]()
     nbytes = 0
     for unit in units:

@@ -78,10 +78,10 @@ def draw_step(axes: Any, plan: Plan) -> None:
         "save everything": (by_rule(plan.chain, "none").items, GREY),
         f"this plan ({plan.policy})": (plan.items, RED),
     }
-    for label, (items, colour) in ways.items():
+    for label, (items, color) in ways.items():
         live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
         peak = enough(simulate(plan.chain, items).peak_bytes)
-        axes.plot(range(1, len(live) + 1), live, color=colour, label=f"{label}: {peak}")
+        axes.plot(range(1, len(live) + 1), live, color=color, label=f"{label}: {peak}")
     # a forward has two moments for each unit, and one before them
     end = 2 * len(plan.chain.units) + 1.5
     axes.axvline(end, color=FAINT, linewidth=1, linestyle=":")

@@ -89,7 +89,7 @@ def plan(
     are measured that run all of them. For a DistributedDataParallel the module inside is planned
     and its buckets are counted. Plan a model first, then shard it, then compile it.
 
-    Where torch.distributed is initialised, all ranks of a group call this with the same model,
+    Where torch.distributed is initialized, all ranks of a group call this with the same model,
     budget and shapes; the first rank measures, and all get its plan. The forward must not
     communicate.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's, told apart with every kind of colour vision
+# Okabe and Ito's, told apart with every kind of color vision
 BLUE = "#0072b2"
 RED = "#d55e00"
 GREY = "#8c8c8c"

@@ -56,12 +56,12 @@ def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
 def _draw_modules(axes: Any, layers: Mapping[str, int]) -> None:
     rows = list(layers.items())[:_MOST]
     more = list(layers.values())[_MOST:]
-    colours = [BLUE] * len(rows)
+    colors = [BLUE] * len(rows)
     if more:
         rows.append((f"{len(more)} more", sum(more)))
-        colours.append(GREY)
+        colors.append(GREY)
     widths = [nbytes / _MIB for _, nbytes in rows]
-    bars = axes.barh(range(len(rows)), widths, color=colours, height=0.7)
+    bars = axes.barh(range(len(rows)), widths, color=colors, height=0.7)
     axes.bar_label(bars, [size(nbytes) for _, nbytes in rows], padding=3, fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows], fontsize=9)
     axes.tick_params(axis="y", length=0)
@@ -81,8 +81,8 @@ def _draw_timeline(
 ) -> None:
     times = [moment.time_ns / 1e6 for moment in timeline]
     heights = [[nbytes / _MIB for nbytes in column] for column in live.values()]
-    colours = [_KINDS[kind] for kind in live]
-    axes.stackplot(times, *heights, labels=[*live], colors=colours, step="post", linewidth=0)
+    colors = [_KINDS[kind] for kind in live]
+    axes.stackplot(times, *heights, labels=[*live], colors=colors, step="post", linewidth=0)
     # every phase by name, and a line where it begins
     for name, moments in groupby(timeline, key=lambda moment: moment.phase):
         start = next(moments).time_ns / 1e6

@@ -201,7 +201,7 @@ def report(
     Raises:
         TypeError: `model` is not an nn.Module, `loss` not callable, or `optimizer` no Optimizer.
         ValueError: an optimizer's step needs a closure, nothing requires grad, all inputs are
-            empty, a parameter is not initialised, a tensor was made in inference mode, or the loss
+            empty, a parameter is not initialized, a tensor was made in inference mode, or the loss
             is not a scalar that requires grad.
         RuntimeError: the step wrote to a parameter that `optimizer` does not have.
     """

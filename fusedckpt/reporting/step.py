@@ -269,7 +269,7 @@ def check_step(
         raise TypeError(f"{name}: loss must be callable or None, got {type(loss).__name__}")
     for key, parameter in model.named_parameters():
         if nn.parameter.is_lazy(parameter):
-            raise ValueError(f"{name}: {key} is not initialised: call the model once before")
+            raise ValueError(f"{name}: {key} is not initialized: call the model once before")
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")

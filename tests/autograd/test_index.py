@@ -54,7 +54,7 @@ def test_a_norm_that_two_linears_read_has_one_recipe(has_recipes, monkeypatch):
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = Two().to(DEVICE)
-    fusedckpt.fuse(model, recipes=has_recipes)
+    fusedckpt.fuse(model, recompute_elementwise=has_recipes)
     made = []
     init = Made.__init__
     monkeypatch.setattr(Made, "__init__", lambda self, *a: (made.append(a[0]), init(self, *a))[1])
@@ -146,7 +146,7 @@ def test_a_result_keeps_nothing_of_its_forward(monkeypatch):
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Sigmoid(), nn.Tanh()).to(DEVICE)
-    fusedckpt.fuse(model, recipes=True)
+    fusedckpt.fuse(model, recompute_elementwise=True)
     kept = []
     fill = recipes.Made.__init__
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def test_an_error_in_a_forward_keeps_nothing(monkeypatch):
             raise ValueError
 
     model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), Fails()).to(DEVICE)
-    fusedckpt.fuse(model, recipes=True)
+    fusedckpt.fuse(model, recompute_elementwise=True)
     with pytest.raises(ValueError):
         model(randn(5, D))
     known = index.known_of(results[0])
@@ -185,7 +185,7 @@ def test_parameters_may_be_swapped(monkeypatch):
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), Two()).to(DEVICE)
-    fusedckpt.fuse(model, recipes=True)
+    fusedckpt.fuse(model, recompute_elementwise=True)
     model(randn(5, D)).sum().backward()
     assert not any(map(weakref.getweakrefcount, model.parameters()))
 
@@ -222,7 +222,7 @@ def test_threads_that_share_an_input(monkeypatch):
     eager = [Two().to(DEVICE, torch.float64) for _ in range(4)]
     fused = copy.deepcopy(eager)
     for model in fused:
-        fusedckpt.fuse(model, recipes=True)
+        fusedckpt.fuse(model, recompute_elementwise=True)
     x = randn(5, D, dtype=torch.float64) * 1
     found: dict[int, list[torch.Tensor]] = {}
 
@@ -246,7 +246,7 @@ def test_threads_that_share_an_input(monkeypatch):
 def test_a_read_after_backward_freed_the_graph(has_recipes):
     """A lazy recipe of a graph that is gone is none: the reader saves its tensor."""
     model = Two().to(DEVICE)
-    fusedckpt.fuse(model, recipes=has_recipes)
+    fusedckpt.fuse(model, recompute_elementwise=has_recipes)
     n = model.norm(randn(5, D))
     n.sum().backward()
     assert index.view_of(n, index.NORM) is None

@@ -48,7 +48,7 @@ def wrong_without(groups):
 def test_gradients_without_names():
     """Without a group of names at a time; of a group that fails, without each of its names."""
     names = [*private.PROBED]
-    # neighbours in `private` serve one feature, and its first fallback would hide the others
+    # neighbors in `private` serve one feature, and its first fallback would hide the others
     groups = [",".join(names[start::GROUPS]) for start in range(GROUPS)]
     assert len({name for group in groups for name in group.split(",")}) == len(names) > 40
     wrong = wrong_without(groups)

@@ -126,7 +126,7 @@ def check(library):
         "stock": lambda m, x: stock(m, x, use_reentrant=False),
         "reentrant": lambda m, x: stock(m, x, use_reentrant=True),
         "nested": lambda m, x: library.checkpoint(partial(library.checkpoint, m), x),
-        "in place": lambda m, x: library.Checkpoint(copy.copy(m))(x),
+        "in place": lambda m, x: library.checkpoint_module(copy.copy(m))(x),
         "ahead": ahead(library),
     }
     for save, is_apart in (("inputs", True), ("preact", False)):

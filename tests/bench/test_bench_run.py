@@ -42,7 +42,7 @@ def test_every_line_names_what_a_number_needs(result):
     assert list(dict.fromkeys(line["case"] for line in result)) == list(cases.CASES)
     for line in result:
         assert line["torch"] == torch.__version__
-        assert line["paths"] == fusedckpt.paths("cpu", torch.float32)
+        assert line["paths"] == fusedckpt.backends("cpu", torch.float32)
         assert {"device", "driver", "date", "commit", "python", "triton"} <= line.keys()
         assert (line["dtype"], line["size"]) == ("float32", "tiny")
         assert (line["dim"], line["hidden"], line["tokens"]) == (SIZE.dim, SIZE.hidden, SIZE.tokens)

@@ -39,7 +39,7 @@ def test_the_page_of_layers_shows_what_is_printed():
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_bytes_are_those_that_are_saved(save, chunks):
     module, x = block(save=save, chunks=chunks), randn(ROWS, D)
-    (layer,) = fusedckpt.schedule(module, x).layers
+    (layer,) = fusedckpt.explain(module, x).layers
     assert sum(layer.saves.values()) == saved_bytes(module, [x])
     assert layer.chunks == chunks
     assert list(layer.saves) == {"inputs": ["x"], "gate": ["x", "gate"]}.get(
@@ -50,7 +50,7 @@ def test_bytes_are_those_that_are_saved(save, chunks):
 @pytest.mark.parametrize("rates", [(0.5, 0.0), (0.5, 0.25)])
 def test_seeds_of_dropouts_are_saved(rates):
     module, x = block(dropout=rates[0], output_dropout=rates[1]), randn(ROWS, D)
-    (layer,) = fusedckpt.schedule(module, x).layers
+    (layer,) = fusedckpt.explain(module, x).layers
     assert layer.saves["seeds"] == 8 * sum(rate > 0 for rate in rates)
     assert sum(layer.saves.values()) == saved_bytes(module, [x])
 
@@ -58,7 +58,7 @@ def test_seeds_of_dropouts_are_saved(rates):
 def test_a_recipe_has_no_bytes():
     """An MLP that reads a norm's result saves no tensor of its own."""
     model, x = nn.Sequential(fusedckpt.RMSNorm(D), fusedckpt.MLP(D, F)).to(DEVICE), randn(ROWS, D)
-    norm, mlp = fusedckpt.schedule(model, x).layers
+    norm, mlp = fusedckpt.explain(model, x).layers
     assert (norm.recipes, mlp.recipes, mlp.saves) == ((), ("x",), {"x": 0})
     assert sum(norm.saves.values()) == saved_bytes(model, [x])
     assert "mlp saves a recipe of x\n" in str(mlp)
@@ -91,7 +91,7 @@ def test_lines_name_tensors_that_exist(name):
     else:
         fn = LAYERS[name].to(DEVICE)
     with forced_path("aten"):
-        (layer,) = fusedckpt.schedule(fn, randn(ROWS, D), *ARGUMENTS.get(name, ())).layers
+        (layer,) = fusedckpt.explain(fn, randn(ROWS, D), *ARGUMENTS.get(name, ())).layers
     for text in (layer.forward, layer.backward):
         assert not re.search(r"getitem|\bt_\d|\bt =|_(?!\w)", text)
         lines = [line.partition(" frees ") for line in text.splitlines()]
@@ -111,14 +111,14 @@ def test_experts_save_what_they_are_given():
     module = fusedckpt.Experts(3, D, F).to(DEVICE)
     index = torch.randint(0, 3, (ROWS, 2), device=DEVICE)
     x, scores = randn(ROWS, D), torch.rand(ROWS, 2, device=DEVICE, requires_grad=True)
-    (layer,) = fusedckpt.schedule(module, x, index=index, scores=scores).layers
+    (layer,) = fusedckpt.explain(module, x, index=index, scores=scores).layers
     assert sum(layer.saves.values()) == saved_bytes(module, [x, index, scores])
 
 
 def test_only_wanted_gradients():
     """A frozen layer makes the gradient of its input alone."""
     module = block().requires_grad_(False)
-    (layer,) = fusedckpt.schedule(module, randn(ROWS, D)).layers
+    (layer,) = fusedckpt.explain(module, randn(ROWS, D)).layers
     made = [line.split(" = ")[0].strip() for line in layer.backward.splitlines()[:-1]]
     assert not [name for name in made if "weight" in name]
     assert layer.backward.splitlines()[-1].startswith("return d_x, None")
@@ -127,7 +127,7 @@ def test_only_wanted_gradients():
 def test_layers_come_in_the_order_of_their_forwards():
     first, last = fusedckpt.Linear(D, D, activation="gelu"), fusedckpt.RMSNorm(D)
     model = nn.Sequential(nn.Linear(D, D), first, nn.Linear(D, D), block(), last).to(DEVICE)
-    shown = fusedckpt.schedule(model, randn(ROWS, D, requires_grad=False))
+    shown = fusedckpt.explain(model, randn(ROWS, D, requires_grad=False))
     assert [layer.name for layer in shown.layers] == ["linear_act", "gated_mlp", "rms_norm"]
     assert str(shown) == "\n\n".join(map(str, shown.layers))
 
@@ -135,9 +135,9 @@ def test_layers_come_in_the_order_of_their_forwards():
 def test_refusals():
     x = randn(ROWS, D)
     with pytest.raises(TypeError, match="schedule: fn must be a function or a module, got Tensor"):
-        fusedckpt.schedule(x)
+        fusedckpt.explain(x)
     for fn in (nn.Linear(D, D).to(DEVICE), block().requires_grad_(False), lambda x: None):
         with pytest.raises(
             ValueError, match="schedule: fn must return the result of a fused layer"
         ):
-            fusedckpt.schedule(fn, x.detach())
+            fusedckpt.explain(fn, x.detach())

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential
+from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential
 
 
 class Block(nn.Module):
@@ -126,8 +126,8 @@ def main(rank: int) -> None:
         "fsdp2 bf16": partial(sharded, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
     }
     ways = {
-        "in place": (Checkpoint, plain),
-        "regions": (partial(Checkpoint, save_regions="attention"), plain),
+        "in place": (checkpoint_module, plain),
+        "regions": (partial(checkpoint_module, save_regions="attention"), plain),
         "together": (keep, together),
         "two segments": (keep, in_segments),
     }

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as any_stock
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from fusedckpt import Checkpoint, checkpoint
+from fusedckpt import checkpoint, checkpoint_module
 
 EMPTY = inspect.Parameter.empty
 
@@ -102,7 +102,7 @@ BAD = {
     "of a number": (lambda: checkpoint()(3), TypeError, "function"),
     "nothing": (lambda: checkpoint(None, 3), TypeError, "function"),
     "regions": (lambda: checkpoint(**NUMBERS), TypeError, "save_regions"),
-    "wrapper": (lambda: Checkpoint(nn.ReLU(), respect_hooks=1), TypeError, "respect_hooks"),
+    "wrapper": (lambda: checkpoint_module(nn.ReLU(), respect_hooks=1), TypeError, "respect_hooks"),
 }
 
 

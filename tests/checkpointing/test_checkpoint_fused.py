@@ -236,7 +236,7 @@ def test_without_torchs_private_hooks(monkeypatch, name):
 
 
 def test_a_recompute_ends_before_a_layer_whose_last_tensor_has_no_gradient():
-    """A weight made for the call, as of a quantised one: backward runs the GEMM of dx alone."""
+    """A weight made for the call, as of a quantized one: backward runs the GEMM of dx alone."""
     packed, x = randn(D, D, requires_grad=False), randn(ROWS, D)
     y = fusedckpt.checkpoint(lambda x: linear_act(x.sin(), packed * 1, activation="identity"), x)
     assert gemm_flops(lambda: y.sum().backward()) == 2 * ROWS * D * D

@@ -11,7 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fusedckpt
-from fusedckpt import Checkpoint, checkpoint, is_recomputing
+from fusedckpt import checkpoint, checkpoint_module, is_recomputing
 from fusedckpt.autograd.dispatch import forced_path
 
 
@@ -43,7 +43,7 @@ WRAPS = {
     "nested": lambda fn, x: checkpoint(checkpoint, fn, x),
     "in torch's": lambda fn, x: stock(checkpoint, fn, x),
     "around torch's": lambda fn, x: checkpoint(stock, fn, x),
-    "Checkpoint": lambda fn, x: Checkpoint(fn)(x),
+    "checkpoint_module": lambda fn, x: checkpoint_module(fn)(x),
 }
 
 

@@ -12,7 +12,7 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt import Checkpoint, checkpoint, is_recomputing
+from fusedckpt import checkpoint, checkpoint_module, is_recomputing
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import SavedTensor
 from fusedckpt.checkpointing.written_buffers import _named, written_buffers
@@ -58,7 +58,7 @@ def test_c8_changed_tensor_raises(way):
 
 
 @pytest.mark.parametrize("name", ["fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias", "scale"])
-@pytest.mark.parametrize("make", [lambda net: net, lambda net: lambda x: net(x), Checkpoint])
+@pytest.mark.parametrize("make", [lambda net: net, lambda net: lambda x: net(x), checkpoint_module])
 def test_c8_changed_parameter_raises(make, name):
     """Those that autograd saved, as without a checkpoint; other state is left to the function."""
     net, x = Net(), randn(4, 6)
@@ -178,7 +178,7 @@ WRAPS = {
     "argument": lambda m, x: checkpoint(lambda x, m: m(x), x, m),
     "nested": lambda m, x: checkpoint(checkpoint, m, x),
     "debug": partial(checkpoint, debug=True),
-    "Checkpoint": lambda m, x: Checkpoint(m)(x),
+    "checkpoint_module": lambda m, x: checkpoint_module(m)(x),
 }
 
 

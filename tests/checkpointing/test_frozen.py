@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from fusedckpt import MLP, Checkpoint, checkpoint, checkpoint_sequential, region
+from fusedckpt import MLP, checkpoint, checkpoint_module, checkpoint_sequential, region
 
 
 class Block(nn.Module):
@@ -44,7 +44,7 @@ WAYS = {
     "nested": lambda m, x: checkpoint(lambda x: checkpoint(m, checkpoint(m, x)), x),
     "nested regions": lambda m, x: asking(lambda x: checkpoint(m, asking(m, x)), x),
     "inside torch's": lambda m, x: stock(lambda x: asking(m, x), x),
-    "in place": lambda m, x: Checkpoint(m)(x),
+    "in place": lambda m, x: checkpoint_module(m)(x),
     "sequential": lambda m, x: checkpoint_sequential([m, m], 2, x),
     "debug": lambda m, x: checkpoint(m, x, debug=True),
     "samples": lambda m, x: checkpoint(m, x, debug="samples"),

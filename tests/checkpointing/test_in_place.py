@@ -14,7 +14,7 @@ from checkpoints import assert_as_plain, assert_same, step
 from support import DEVICE, randn, run_ranks
 from torch import nn
 
-from fusedckpt import Checkpoint
+from fusedckpt import checkpoint_module
 from fusedckpt.memory import saved_tensors
 
 
@@ -53,18 +53,20 @@ class Blocks(nn.ModuleList):
 
 
 def recompiled():
-    wrapped = Checkpoint(torch.fx.symbolic_trace(nn.Linear(6, 6)))
+    wrapped = checkpoint_module(torch.fx.symbolic_trace(nn.Linear(6, 6)))
     wrapped.recompile()
     return wrapped
 
 
 KINDS = {
-    "block": lambda: Checkpoint(Block(), preserve_rng_state=False),
-    "container": lambda: Checkpoint(Blocks([nn.Linear(6, 6), nn.Linear(6, 6)])),
-    "locked": lambda: Checkpoint(Locked(6, 6)),
-    "weight_norm": lambda: Checkpoint(nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))),
+    "block": lambda: checkpoint_module(Block(), preserve_rng_state=False),
+    "container": lambda: checkpoint_module(Blocks([nn.Linear(6, 6), nn.Linear(6, 6)])),
+    "locked": lambda: checkpoint_module(Locked(6, 6)),
+    "weight_norm": lambda: checkpoint_module(
+        nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
+    ),
     "fx": recompiled,
-    "script": lambda: Checkpoint(torch.jit.script(nn.Linear(6, 6))),
+    "script": lambda: checkpoint_module(torch.jit.script(nn.Linear(6, 6))),
 }
 
 
@@ -127,7 +129,7 @@ def names(model):
 def test_is_the_module():
     block = Block()
     before, found = {**vars(block)}, names(block)
-    assert Checkpoint(block) is block
+    assert checkpoint_module(block) is block
     assert {**vars(block)}.keys() == {*before, "forward"}
     assert type(block) is Block
     assert names(block) == found
@@ -139,7 +141,7 @@ def test_is_the_module():
 def test_a_second_call_replaces_the_options():
     block, calls = Block().to(DEVICE), []
     block.fc1.register_forward_hook(lambda *_: calls.append(1))
-    Checkpoint(Checkpoint(block, early_stop=False), debug=True)
+    checkpoint_module(checkpoint_module(block, early_stop=False), debug=True)
     assert block.forward.options == {"debug": True}
     block(randn(4, 6)).sum().backward()
     # not one checkpoint in another
@@ -151,13 +153,16 @@ def test_a_second_call_replaces_the_options():
 def test_a_forward_that_was_set_on_the_module():
     block, x = Block().to(DEVICE), randn(4, 6)
     block.forward = lambda x: x.sin().cos()
-    Checkpoint(Checkpoint(block))
+    checkpoint_module(checkpoint_module(block))
     assert_same(step(block, x), step(lambda x: x.sin().cos(), x))
     assert block.forward.__wrapped__ is block.forward.set_forward
 
 
 def test_a_parameter_of_the_module_is_replaced_by_name():
-    model, x = nn.Sequential(nn.Linear(6, 6), Checkpoint(nn.Linear(6, 6))).to(DEVICE), randn(4, 6)
+    model, x = (
+        nn.Sequential(nn.Linear(6, 6), checkpoint_module(nn.Linear(6, 6))).to(DEVICE),
+        randn(4, 6),
+    )
     values = {name: p.detach() * 2 for name, p in model.named_parameters()}
     weight = model[1].weight
     y = torch.func.functional_call(model, values, (x,))
@@ -168,14 +173,14 @@ def test_a_parameter_of_the_module_is_replaced_by_name():
 
 
 def test_of_a_lazy_module():
-    wrapped = Checkpoint(nn.LazyLinear(3))
+    wrapped = checkpoint_module(nn.LazyLinear(3))
     wrapped(torch.ones(2, 5)).sum().backward()
     assert wrapped.weight.grad.shape == (3, 5)
     assert type(wrapped) is nn.Linear
 
 
 def test_its_hooks_run_once():
-    calls, block = [], Checkpoint(Block().to(DEVICE))
+    calls, block = [], checkpoint_module(Block().to(DEVICE))
     block.register_forward_pre_hook(lambda *_: calls.append("pre"))
     block.register_forward_hook(lambda *_: calls.append("post"))
     block.fc1.register_forward_hook(lambda *_: calls.append("child"))
@@ -189,20 +194,22 @@ def test_arguments_that_are_named_as_options():
             return (fn(x) * debug).sin() if preserve_rng_state is None else x
 
     scale = randn(3, requires_grad=False)
-    call = partial(Checkpoint(Named()), fn=torch.cos, debug=scale, preserve_rng_state=None)
+    call = partial(checkpoint_module(Named()), fn=torch.cos, debug=scale, preserve_rng_state=None)
     assert_as_plain(lambda x: (x.cos() * scale).sin(), randn(3), wrap=lambda _, x: call(x))
 
 
 def compiled_in_place():
     block = Block().eval()
     block.compile(backend="aot_eager")
-    return Checkpoint(block)
+    return checkpoint_module(block)
 
 
 @pytest.mark.parametrize(
     "compiled",
     [
-        lambda: torch.compile(Checkpoint(Block().eval()), backend="aot_eager", fullgraph=True),
+        lambda: torch.compile(
+            checkpoint_module(Block().eval()), backend="aot_eager", fullgraph=True
+        ),
         compiled_in_place,
     ],
 )
@@ -219,7 +226,7 @@ def test_torch_applies_it():
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
     model = nn.Sequential(Block(), nn.ReLU())
-    torchs.apply_activation_checkpointing(model, Checkpoint, lambda m: isinstance(m, Block))
+    torchs.apply_activation_checkpointing(model, checkpoint_module, lambda m: isinstance(m, Block))
     assert [type(module) for module in model] == [Block, nn.ReLU]
     assert ["forward" in vars(module) for module in model] == [True, False]
 
@@ -227,13 +234,13 @@ def test_torch_applies_it():
 @pytest.mark.parametrize(
     ("module", "options", "match"),
     [
-        (torch.sin, {}, "Checkpoint: module must be a module, got"),
+        (torch.sin, {}, "checkpoint_module: module must be a module, got"),
         (nn.ReLU(), {"debugs": 1, "a": 2}, r"unknown options a, debugs$"),
     ],
 )
 def test_refused(module, options, match):
     with pytest.raises(TypeError, match=match):
-        Checkpoint(module, **options)
+        checkpoint_module(module, **options)
 
 
 def test_data_parallel(tmp_path):
@@ -253,7 +260,7 @@ def test_a_shallow_copy_runs_its_own_forward(copied):
         def forward(self, x):
             return (x * self.scale).sin()
 
-    module, x = Checkpoint(Scaled()), torch.randn(3, requires_grad=True)
+    module, x = checkpoint_module(Scaled()), torch.randn(3, requires_grad=True)
     replica = copied(module)
     replica.scale = 3.0
     for called, scale in ((replica, 3.0), (module, 2.0)):

@@ -39,13 +39,13 @@ def test_a_recompute_frees_what_it_saved():
 
 
 def test_a_gradient_inside_a_recompute_finds_its_tensors():
-    def penalised(x, weight):
+    def penalized(x, weight):
         y = (x @ weight).exp()
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         return y + gradient.square() @ weight
 
     results = []
-    for call in (lambda *args: checkpoint(penalised, *args), penalised):
+    for call in (lambda *args: checkpoint(penalized, *args), penalized):
         x, weight = (t.detach().double().requires_grad_() for t in (torch.ones(4, 8), torch.eye(8)))
         call(x, weight).sum().backward()
         results.append((x.grad, weight.grad))

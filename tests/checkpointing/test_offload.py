@@ -362,7 +362,7 @@ def test_sequential_and_modules(device, blocks, x, segments):
         assert device.to_host == (N - 1) * X
         device.to_host = 0
         for block in blocks:
-            fusedckpt.Checkpoint(block, offload=True)
+            fusedckpt.checkpoint_module(block, offload=True)
         assert_same(step(blocks), expected)
         assert device.to_host == (N - 1) * X
 

@@ -18,7 +18,7 @@ D, F, ROWS = 8, 16, 6
 
 
 class Block(nn.Module):
-    """Draws, normalises by statistics, and notes its calls."""
+    """Draws, normalizes by statistics, and notes its calls."""
 
     def __init__(self, name, log):
         super().__init__()

@@ -11,7 +11,7 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
-from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, region
+from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential, region
 
 save = {"save_regions": "scores"}
 
@@ -105,7 +105,7 @@ MISSED = {
     "module": lambda x: checkpoint(LAYERS, x, save_regions="attention"),
     "patterns": lambda x: checkpoint(torch.sin, x, save_regions=["atention", "scan*"]),
     "other name": lambda x: checkpoint(region(torch.sin, "mine"), x, save_regions="yours"),
-    "in place": lambda x: Checkpoint(linears(6, 6), save_regions="attention")(x),
+    "in place": lambda x: checkpoint_module(linears(6, 6), save_regions="attention")(x),
     "decorator": lambda x: checkpoint(save_regions="attention")(torch.sin)(x),
     "debug": lambda x: checkpoint(torch.sin, x, save_regions="attention", debug=True),
 }

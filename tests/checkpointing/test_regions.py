@@ -61,7 +61,7 @@ WAYS = {
     "checkpoint": (lambda m, x: checkpoint(m, x), 2, 0),
     "region": (lambda m, x: checkpoint(m, x, **ask), 1, UNIT + LSE),
     "no early stop": (lambda m, x: checkpoint(m, x, early_stop=False, **ask), 1, UNIT + LSE),
-    "in place": (lambda m, x: fusedckpt.Checkpoint(copy.copy(m), **ask)(x), 1, UNIT + LSE),
+    "in place": (lambda m, x: fusedckpt.checkpoint_module(copy.copy(m), **ask)(x), 1, UNIT + LSE),
     "sequential": (lambda m, x: fusedckpt.checkpoint_sequential([m], 1, x, **ask), 1, UNIT + LSE),
     "outer asks": (lambda m, x: checkpoint(checkpoint, m, x, **ask), 1, UNIT + LSE),
     "both ask": (lambda m, x: checkpoint(inner, m, x, **ask), 1, UNIT + LSE),

@@ -14,7 +14,7 @@ from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt import Checkpoint, checkpoint, checkpoint_sequential, fuse, prefetch_recompute
+from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential, fuse, prefetch_recompute
 from fusedckpt.autograd import private
 from fusedckpt.checkpointing import samples
 from fusedckpt.checkpointing.calls import Options
@@ -123,7 +123,7 @@ def test_every_recompute_compares(run):
     fn, x = changing(model, scale), randn(8, D)
     y = {
         "sequential": lambda: checkpoint_sequential([fn, fn], 2, x, debug="samples"),
-        "wrapper": lambda: Checkpoint(Called(fn), debug="samples")(x),
+        "wrapper": lambda: checkpoint_module(Called(fn), debug="samples")(x),
         "nested": lambda: checkpoint(partial(checkpoint, debug="samples"), fn, x),
     }.get(run, lambda: checkpoint(fn, x, debug="samples"))()
     if run == "twice":

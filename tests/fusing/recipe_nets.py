@@ -133,7 +133,7 @@ def with_recipes(model: nn.Module, **kinds: bool) -> nn.Module:
     """Return a copy that saves recipes, and is not fused otherwise."""
     off = dict.fromkeys(("norm", "mlp", "linear", "attention", "experts"), False)
     fused = copy.deepcopy(model)
-    fusedckpt.fuse(fused, recipes=True, **{**off, **kinds})
+    fusedckpt.fuse(fused, recompute_elementwise=True, **{**off, **kinds})
     return fused
 
 

@@ -186,7 +186,7 @@ def test_odd_scales_run_as_peft_does(scale):
     assert "scale" in str(report.fallbacks)
 
 
-def quantised_mlp(dtype, **options):
+def quantized_mlp(dtype, **options):
     """An MLP of bitsandbytes' linears, with float32 biases, and the same fused."""
     bnb = pytest.importorskip("bitsandbytes")
     model = SwiGLU()
@@ -200,15 +200,15 @@ def quantised_mlp(dtype, **options):
     return eager, fused, fusedckpt.fuse(fused, verify=False)
 
 
-def test_a_quantised_linear_casts_its_bias():
-    eager, fused, report = quantised_mlp(torch.bfloat16, compute_dtype=torch.bfloat16)
+def test_a_quantized_linear_casts_its_bias():
+    eager, fused, report = quantized_mlp(torch.bfloat16, compute_dtype=torch.bfloat16)
     assert list(report.swapped) == [""]
     x = torch.randn(3, D, dtype=torch.bfloat16)
     torch.testing.assert_close(fused(x), eager(x), rtol=0.05, atol=0.05)
 
 
-def test_a_quantised_linear_knows_no_autocast():
-    eager, fused, _ = quantised_mlp(torch.float32, compute_dtype=torch.float32)
+def test_a_quantized_linear_knows_no_autocast():
+    eager, fused, _ = quantized_mlp(torch.float32, compute_dtype=torch.float32)
     x = torch.randn(3, D)
     with torch.autocast("cpu", torch.bfloat16):
         assert fused(x).dtype == eager(x).dtype == torch.float32

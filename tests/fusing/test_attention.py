@@ -312,13 +312,13 @@ def test_calls_that_run_as_ever(case):
         run = torch.compile(model, backend="aot_eager", fullgraph=True)
     else:
         names = () if case == "checkpoint" else ("attention",)
-        run = fusedckpt.Checkpoint(model, save_regions=names)
+        run = fusedckpt.checkpoint_module(model, save_regions=names)
         runs = 1 if names else 2
     assert_equal(run, eager, x)
     if DEVICE.type == "cpu":
         assert count(lambda: grads(run, x)) == runs
     if case == "checkpoint":
-        other = fusedckpt.Checkpoint(eager)
+        other = fusedckpt.checkpoint_module(eager)
         assert len(gemms(lambda: grads(run, x))) == len(gemms(lambda: grads(other, x)))
     assert report.fallbacks == {}
 

@@ -117,7 +117,7 @@ def test_a_chain_is_one_launch(name, swaps, launched):
     for _ in range(4):
         eager, x = make().to(DEVICE), inputs().to(DEVICE)
         ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
-        fusedckpt.fuse(ours, recipes=True, norm=swaps, mlp=swaps, linear=swaps)
+        fusedckpt.fuse(ours, recompute_elementwise=True, norm=swaps, mlp=swaps, linear=swaps)
         launched.clear()
         # interpreted on a CPU
         with forced_path(None):
@@ -141,7 +141,7 @@ def test_a_chain_is_one_launch(name, swaps, launched):
 def test_a_graph_that_is_kept_launches_the_same_again(name, launched):
     make, inputs, expected = NETS[name]
     model, x = make().to(DEVICE), inputs().to(DEVICE).requires_grad_()
-    fusedckpt.fuse(model, recipes=True, norm=False, mlp=False, linear=False)
+    fusedckpt.fuse(model, recompute_elementwise=True, norm=False, mlp=False, linear=False)
     with forced_path(None):
         loss = model(x).square().sum()
         parameters = [*model.parameters()]
@@ -167,7 +167,7 @@ def test_an_option_that_no_kernel_has_runs_as_ever(launched):
 
     eager, x = Odd().to(DEVICE), image().to(DEVICE)
     ours = copy.deepcopy(eager)
-    fusedckpt.fuse(ours, recipes=True)
+    fusedckpt.fuse(ours, recompute_elementwise=True)
     with forced_path(None):
         _, found = step(ours, x)
     _, expected = step(eager, x)

@@ -59,7 +59,7 @@ def test_linear_is_chosen_apart():
     assert list(fuse(model, mlp=False, verify=False).swapped) == ["0.0"]
     mixed = nn.Sequential(*sequential(), nn.Dropout(0.0), nn.Linear(D, D), nn.SiLU())
     report = fuse(mixed, linear=False, verify=False)
-    assert report.left == {"0": ("neighbour", "")}
+    assert report.left == {"0": ("neighbor", "")}
 
 
 @pytest.mark.parametrize("names", [3, [3], ["a", None]], ids=str)

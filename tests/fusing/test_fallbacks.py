@@ -32,7 +32,7 @@ class LoraLinear(nn.Module, LoraLayer):
 
 
 class Untagged(nn.Parameter):
-    """A weight with ops of its own, which give plain tensors, as quantised ones do."""
+    """A weight with ops of its own, which give plain tensors, as quantized ones do."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -212,7 +212,7 @@ def test_a_checkpoint_drops_what_a_fallback_would_keep():
     model = stack()
     fuse(model, verify=False)
     hook(model)
-    found = report(fusedckpt.Checkpoint(model), randn(3, D)).fused
+    found = report(fusedckpt.checkpoint_module(model), randn(3, D)).fused
     assert [one.extra_bytes for one in found] == [0, 0, 0]
     assert found[0].reason is not None
 

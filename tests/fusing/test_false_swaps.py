@@ -311,7 +311,7 @@ def test_a_layer_that_came_later_runs():
 
 
 class Halved(torch.Tensor):
-    """A weight that stands for half of what it holds, as quantised ones do."""
+    """A weight that stands for half of what it holds, as quantized ones do."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -129,8 +129,8 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
     is_left = "0.mixer" in report.left
     assert line.startswith("  left " if is_left else "  undecided ")
     assert "it waits for its first training call, which shows whether it saves much" in line
-    assert "train a step, or fuse(model, batch=...)" in line
-    fuse(by_batch, batch=x)
+    assert "train a step, or fuse(model, example_inputs=...)" in line
+    fuse(by_batch, example_inputs=x)
     changes = {n: c for n, c in report.swapped.items() if n.endswith("mixer")}
     assert changes == {}
     for _ in range(3):
@@ -292,7 +292,7 @@ def test_a_model_that_is_called_in_parts():
 def test_copies_and_files_of_a_model_that_waits():
     model, x = build(Scan), randn(2, T, D)
     by_batch = build(Scan)
-    fuse(by_batch, batch=x)
+    fuse(by_batch, example_inputs=x)
     taught = saved_bytes(by_batch, [x])
     names = [*model.state_dict()]
     report = fuse(model)
@@ -323,7 +323,7 @@ def test_fuse_again_before_and_after_the_first_step():
     with pytest.raises(ValueError, match="matches no norm"):
         fuse(model, only="2.*")
     assert [*report.undecided] == ["0.mixer", "1.mixer"]
-    assert fuse(model, recipes=True).undecided
+    assert fuse(model, recompute_elementwise=True).undecided
     step(model, x)
     assert "0.mixer" in fuse(model).already
     unfuse(model)

@@ -60,7 +60,7 @@ def test_a_mode_of_other_code_sees_the_functions_of_fused_modules(name, recipes)
     make = MODULES.get(name, Attention)
     eager = nn.Sequential(nn.Linear(D, D), make(), nn.Tanh()).to(DEVICE)
     model = copy.deepcopy(eager)
-    report = fuse(model, recipes=recipes, verify=False)
+    report = fuse(model, recompute_elementwise=recipes, verify=False)
     assert report.swapped
     x = randn(2, 3, D)
     # torch's own modes change nothing

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from quantised_weight import forget, quantise
+from quantized_weight import forget, quantize
 from support import DEVICE, randn, saved_bytes
 from torch import nn
 
@@ -110,7 +110,7 @@ def test_expert_parallel_tokens_and_changes():
 
 
 class Scaled(nn.Module):
-    """Experts whose result is doubled: recognised, but not equal."""
+    """Experts whose result is doubled: recognized, but not equal."""
 
     def __init__(self):
         super().__init__()
@@ -294,13 +294,13 @@ def test_lora_on_experts_parameters(name, is_first, count):
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_quantised_parameters(is_first):
+def test_quantized_parameters(is_first):
     """They are read as they are, dense one after the other."""
     module, given = experts(), inputs()
     report = fuse(module) if is_first else None
     dense = copy.deepcopy(module)
     for name in ("gate_up_proj", "down_proj"):
-        setattr(module, name, quantise(getattr(module, name)))
+        setattr(module, name, quantize(getattr(module, name)))
         setattr(dense, name, nn.Parameter(getattr(module, name).dequantize()))
         forget()
     report = report or fuse(module)

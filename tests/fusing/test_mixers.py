@@ -276,7 +276,7 @@ def test_found_by_running(batch):
     calls = [copy.deepcopy(m.generator.get_state()) for m in fused.modules() if hasattr(m, "seen")]
     given = {"tensor": x, "tuple": (x, 2.0), "dict": {"x": x, "scale": 2.0}}[batch]
     before = torch.get_rng_state()
-    report = fuse(fused, batch=given)
+    report = fuse(fused, example_inputs=given)
     changes = [c for n, c in report.swapped.items() if n.endswith("attention")]
     assert changes == ["OfATable -> recomputed but for attention itself"] * len(changes)
     assert len(changes) == (2 if batch == "tensor" else 1)
@@ -310,18 +310,18 @@ def test_a_batch_moves_no_random_state():
     drawn = []
     model, x = Masked().to(DEVICE), randn(2, T, D)
     states = RandomStates(everywhere())
-    fuse(model, batch=x)
+    fuse(model, example_inputs=x)
     assert len(drawn) > 0
     assert not states.have_moved()
 
 
 def test_a_batch_that_does_not_run():
     model = nn.Sequential(nn.LayerNorm(D), Direct()).to(DEVICE)
-    report = fuse(model, batch={"y": 1})
+    report = fuse(model, example_inputs={"y": 1})
     assert "recomputed but for attention" in report.swapped["1"]
     assert "found by their code, as the model raised TypeError" in str(report)
     model = nn.Sequential(nn.LayerNorm(D), Named()).to(DEVICE)
-    assert "1" in fuse(model, batch=randn(2, T, D)).swapped
+    assert "1" in fuse(model, example_inputs=randn(2, T, D)).swapped
 
 
 def test_the_innermost_with_weights_and_parts_that_do_not_run():
@@ -334,7 +334,7 @@ def test_the_innermost_with_weights_and_parts_that_do_not_run():
             return self.first(x)
 
     model = Either().to(DEVICE)
-    report = fuse(model, batch=randn(2, T, D))
+    report = fuse(model, example_inputs=randn(2, T, D))
     found = {name for name, kind in report.kinds.items() if kind == "attention"}
     assert found == {"first.0", "second"}
 
@@ -410,7 +410,7 @@ def test_what_saves_much_is_found_by_running():
     parts = Recurrent(), Routed(), Counting(), Ticking(), nn.Linear(D, 1), nn.Linear(1, D)
     eager = nn.Sequential(*parts).to(DEVICE)
     fused, x = copy.deepcopy(eager), randn(2, T, D)
-    report = fuse(fused, batch=x)
+    report = fuse(fused, example_inputs=x)
     # torch's removal leaves the mark of a hook with keywords
     assert not nn.modules.module._has_any_global_hook()
     assert report.swapped == {"0": "Recurrent -> recomputed", "2": "Counting -> recomputed"}
@@ -423,7 +423,7 @@ def test_what_saves_much_is_found_by_running():
     assert saved_bytes(eager[0], [x]) > 4 * x.nbytes
     assert report.fallbacks == {}
     # what is fused already is no part of a module that saves much
-    assert fuse(fused, batch=x).swapped == {}
+    assert fuse(fused, example_inputs=x).swapped == {}
 
 
 class Wrapped(nn.Module):

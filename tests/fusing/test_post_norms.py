@@ -113,7 +113,7 @@ def test_a_norm_of_a_result_that_may_not_be_made_again(case):
     x = randn(2, T, D, dtype=torch.float64)
     assert_equal(model.double(), eager.double(), x)
     # x, attention's output, the norms' inputs; at preact attention runs as ever: also q, k and v, q
-    # and k normalised, and the output as the last linear reads it, which a GPU need not copy
+    # and k normalized, and the output as the last linear reads it, which a GPU need not copy
     rows = (9 if DEVICE.type == "cuda" else 10) if case == "preact" else 4
     x = x.float()
     assert saved_bytes(model.float(), [x]) == 2 * T * rows * 4 * D + statistics_bytes()

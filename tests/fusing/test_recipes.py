@@ -1,4 +1,4 @@
-"""`fuse(recipes=True)`: results of cheap functions are made again, not saved."""
+"""`fuse(recompute_elementwise=True)`: results of cheap functions are made again, not saved."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_beside_fused_layers():
                 p.p = 0.0
         fused, both = copy.deepcopy(eager), copy.deepcopy(eager)
         fusedckpt.fuse(fused)
-        fusedckpt.fuse(both, recipes=True)
+        fusedckpt.fuse(both, recompute_elementwise=True)
         torch.testing.assert_close(step(both, x), step(eager, x), rtol=1e-9, atol=1e-12)
         assert saved_bytes(both, x) <= saved_bytes(fused, x)
         peaks = [peak_of_step(m, x) for m in (fused, both)]
@@ -187,7 +187,7 @@ def test_a_model_that_is_a_block_and_back():
     kinds = [type(m) for m in mlp.modules()]
     x = tokens()
     expected = step(mlp, x)
-    assert fusedckpt.fuse(mlp, recipes=True).swapped
+    assert fusedckpt.fuse(mlp, recompute_elementwise=True).swapped
     torch.testing.assert_close(step(mlp, x), expected)
     twin = copy.deepcopy(mlp)
     fusedckpt.unfuse(twin)
@@ -196,11 +196,11 @@ def test_a_model_that_is_a_block_and_back():
     ours = with_recipes(model)
     assert isinstance(ours, recipe_models.WithRecipes)
     assert type(ours).__name__ == "Sequential"
-    fusedckpt.fuse(ours, recipes=True)
+    fusedckpt.fuse(ours, recompute_elementwise=True)
     fusedckpt.unfuse(ours)
     assert type(ours) is nn.Sequential
     with pytest.raises(TypeError, match="recipes"):
-        fusedckpt.fuse(model, recipes="yes")
+        fusedckpt.fuse(model, recompute_elementwise="yes")
 
 
 def test_the_result_of_a_block_that_begins_with_a_norm():
@@ -251,7 +251,7 @@ def test_modules_that_run_again_hold_nothing_of_the_forward():
     x = torch.randn(2, 16 * T, D, dtype=torch.float64)
     fused, both = copy.deepcopy(eager), copy.deepcopy(eager)
     fusedckpt.fuse(fused)
-    fusedckpt.fuse(both, recipes=True)
+    fusedckpt.fuse(both, recompute_elementwise=True)
     for model in (fused, both):
         same(step(model, x)[1:3], step(eager, x)[1:3])
     assert saved_bytes(both, x) <= saved_bytes(fused, x)
@@ -332,7 +332,7 @@ class Fused(nn.Module):
 def test_the_mode_sees_functions_of_the_model(monkeypatch):
     """Each attribute that code of ours reads from a tensor would call it, too."""
     model = Fused()
-    fusedckpt.fuse(model, recipes=True)
+    fusedckpt.fuse(model, recompute_elementwise=True)
     x = tokens().requires_grad_() * 1
     model(x)
     seen = []

@@ -104,7 +104,7 @@ def test_saved_bytes(name, save, floor, monkeypatch):
     model = nn.Sequential(LAYERS[name](), LAYERS[name]())
     fused, both = copy.deepcopy(model), copy.deepcopy(model)
     fusedckpt.fuse(fused, save=save)
-    fusedckpt.fuse(both, save=save, recipes=True)
+    fusedckpt.fuse(both, save=save, recompute_elementwise=True)
     x = tokens()
     assert saved_bytes(both, x) <= saved_bytes(fused, x) + MOST
     for ours, expected in zip(step(both, x), step(fused, x), strict=True):

@@ -95,5 +95,5 @@ def test_where_nothing_was_found_the_classes_are_named():
         "fused 0 modules, left 0\n"
         "found no norm, MLP, attention, experts, or linear with an activation\n"
         "looked at 2 x Conv2d, 1 x Sequential, 1 x ReLU, 1 x Flatten\n"
-        "fuse(model, recipes=True) makes activations, sums and other norms again"
+        "recompute_elementwise=True also recomputes activations, sums, other norms"
     )

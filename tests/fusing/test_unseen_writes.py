@@ -75,7 +75,9 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
     return [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("options", [{}, {"save": "preact"}, {"recipes": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"save": "preact"}, {"recompute_elementwise": True}], ids=str
+)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("write", WRITES)
 def test_writes(write, place, options, monkeypatch):
@@ -87,7 +89,7 @@ def test_writes(write, place, options, monkeypatch):
     x = randn(T, D)
     expected = gradients(eager, x)
     # what has another storage is known, and a mode sees most of the others
-    is_seen = write is assign or ("recipes" in options and write is not address)
+    is_seen = write is assign or ("recompute_elementwise" in options and write is not address)
     is_saved = place == "linear" and "save" in options
     if not (is_saved or is_seen):
         with pytest.raises(CheckpointError, match="writes there without a version"):

@@ -45,7 +45,7 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 }
 
 
-def normalise(
+def normalize(
     c: Config, t: Operands, x: Tensor, prefix: str = "norm_", shape: tuple[int, ...] | None = None
 ) -> Tensor:
     """Apply the norm whose tensors begin with a prefix, as torch, Llama or Gemma have it.
@@ -100,7 +100,7 @@ def _packed(c: Config, t: Operands, n: Tensor) -> Tensor:
 def _block(hidden: Callable[[Config, Operands, Tensor], Tensor]) -> Callable[..., Outputs]:
     def call(c: Config, t: Operands) -> Outputs:
         x = t["x"]
-        y = hidden(c, t, x if kind_of(c) is None else normalise(c, t, x))
+        y = hidden(c, t, x if kind_of(c) is None else normalize(c, t, x))
         return (x + y if c.residual else y,)
 
     return call
@@ -127,12 +127,12 @@ def _experts(c: Config, t: Operands) -> Outputs:
 
 def _norm(c: Config, t: Operands) -> Outputs:
     total = t["x"] + t["residual"] if "residual" in t else t["x"]
-    n = normalise(c, t, total, shape=normalized_shape(c))
+    n = normalize(c, t, total, shape=normalized_shape(c))
     return (n, total) if "residual" in t else (n,)
 
 
 def _norm_linear(c: Config, t: Operands) -> Outputs:
-    n = normalise(c, t, t["x"])
+    n = normalize(c, t, t["x"])
     return tuple(linear(t, n, "", str(i)) for i in range(3) if f"weight{i}" in t)
 
 
@@ -140,14 +140,14 @@ def _sequential(c: Config, t: Operands) -> Outputs:
     x = t["x"]
     for prefix, letter, *_ in layers_of(c):
         if letter == "n":
-            x = normalise(c, t, x, prefix)
+            x = normalize(c, t, x, prefix)
         else:
             x = linear(t, x, prefix) if letter == "l" else ACTIVATIONS[c.activation](x)
     return (x,)
 
 
 def _shared(c: Config, t: Operands) -> Outputs:
-    n = normalise(c, t, t["x"])
+    n = normalize(c, t, t["x"])
     found = [
         EAGER[reader.function](reader, part_of(t, prefix) | {"x": n})
         for prefix, reader in readers_of(c)

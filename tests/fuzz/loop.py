@@ -25,7 +25,7 @@ PLAIN = Config()
 
 @contextmanager
 def surroundings(path: str) -> Iterator[None]:
-    """Run on one path, one thread, and with uninitialised memory full of NaN."""
+    """Run on one path, one thread, and with uninitialized memory full of NaN."""
     fill = torch.utils.deterministic.fill_uninitialized_memory
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def search(
             failure = judge(config)
             done[config.function] += 1
             if failure is not None:
-                least, failure = minimise(config, failure)
+                least, failure = minimize(config, failure)
                 known = str(least.but(seed=0))
                 failures[known] += 1
                 if failures[known] == 1:
@@ -81,7 +81,7 @@ def search(
     return failures.total() > 0
 
 
-def minimise(
+def minimize(
     config: Config,
     failure: Failure,
     judge: Callable[[Config], Failure | None] = judge,

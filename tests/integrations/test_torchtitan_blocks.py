@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 import fusedckpt
-from fusedckpt.checkpointing.wrapper import Checkpoint
+from fusedckpt.checkpointing.wrapper import checkpoint_module
 from fusedckpt.memory import saved_tensors
 
 ROWS, BLOCKS = 5, 2
@@ -145,7 +145,7 @@ def test_fused_before_and_after(titan):
     mlps = nn.Sequential(nn.Linear(D, F), nn.ReLU(), nn.Linear(F, D)).to(DEVICE)
     expected = step(mlps)
     fusedckpt.fuse(mlps)
-    Checkpoint(mlps)
+    checkpoint_module(mlps)
     fusedckpt.unfuse(mlps)
     assert equal(step(mlps), expected)
 

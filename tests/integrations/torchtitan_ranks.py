@@ -102,7 +102,7 @@ def main(rank: int) -> None:
     assert len(report.already) == 3 * LAYERS
     assert not report.fallbacks
     d, f, rows = 256, 768, 2 * TOKENS
-    # a number and a normalised row of each norm; a norm's output; gate, silu(gate), up, the product
+    # a number and a normalized row of each norm; a norm's output; gate, silu(gate), up, the product
     assert kept(eager) - kept(fused) == LAYERS * rows * 4 * (2 * (1 + d) + d + 4 * f)
 
     preact = build([(f"{OURS}fused_block", {"save": "preact"})], None)

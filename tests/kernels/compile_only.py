@@ -1,7 +1,7 @@
 """Compiles kernel launches for a chip that is not there and reads the compiler's output.
 
 The interpreter proves a kernel's numbers; this proves, also without a GPU, that the same source
-compiles for each chip and comes out without spills, serialised wgmma or an empty body. Whether a
+compiles for each chip and comes out without spills, serialized wgmma or an empty body. Whether a
 kernel is interpreted is fixed when it is decorated, so tests call `compile_all`, which runs
 
     python -m tests.kernels.compile_only sm_90 MODULE:FUNC [sm_100 MODULE:FUNC ...]
@@ -89,7 +89,7 @@ _READ_BY = hashlib.sha256(Path(sass.__file__).read_bytes()).hexdigest()[:12]
 
 @dataclass(frozen=True)
 class Compiled:
-    """One specialisation of a kernel on one chip."""
+    """One specialization of a kernel on one chip."""
 
     target: str
     kernel: str
@@ -106,7 +106,7 @@ class Compiled:
     # per block: bytes, columns
     shared: int = 0
     tensor_memory: int = 0
-    # ptxas' C75xx remarks: wgmma serialised, setmaxnreg ignored
+    # ptxas' C75xx remarks: wgmma serialized, setmaxnreg ignored
     remarks: list[str] = field(default_factory=list)
     # "bf16", "f32:ieee", "f32:tf32"
     dots: list[str] = field(default_factory=list)

@@ -117,7 +117,7 @@ def test_extremes_go_where_torch_sends_them(name, path, dtype):
     columns = zip(evaluate(path, name, z, dh), eager(name, z, dh), spoiled, strict=True)
     for ours, theirs, nan in columns:
         assert ours[nan & theirs.isnan()].isnan().all()
-        # torch's vectorised erf-GELU, for one, makes NaN of inf: the limit is as good
+        # torch's vectorized erf-GELU, for one, makes NaN of inf: the limit is as good
         ours = torch.where(theirs.isnan(), theirs, ours)
         torch.testing.assert_close(ours, theirs, equal_nan=True)
 

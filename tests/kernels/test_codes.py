@@ -37,7 +37,7 @@ def evaluate(path, name, z, dh):
 
 
 def special(name, dtype):
-    """Return every special value, each boundary, and its neighbours."""
+    """Return every special value, each boundary, and its neighbors."""
     tiny, info = torch.tensor(0.0, dtype=dtype), torch.finfo(dtype)
     up, down = torch.tensor(math.inf, dtype=dtype), torch.tensor(-math.inf, dtype=dtype)
     numbers = [0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan, info.max, info.min]

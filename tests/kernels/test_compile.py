@@ -1,4 +1,4 @@
-"""Every kernel compiles for every chip, without spills, serialised wgmma or an empty body.
+"""Every kernel compiles for every chip, without spills, serialized wgmma or an empty body.
 
 Chips compile the launches that their rows of CHIPS name. FUSEDCKPT_COMPILE=everything has all of
 them compile everything, FUSEDCKPT_COMPILE=every_size does so at every size that benchmarks have.

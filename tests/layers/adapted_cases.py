@@ -1,7 +1,7 @@
-"""Calls with adapters, quantised weights and dropout: more rows of the table in `cases.py`.
+"""Calls with adapters, quantized weights and dropout: more rows of the table in `cases.py`.
 
-Adapters alone are compared with code of its own, as peft computes them; dropout and quantised
-weights with the reference, which draws the same seeds. A quantised weight is one of the inputs,
+Adapters alone are compared with code of its own, as peft computes them; dropout and quantized
+weights with the reference, which draws the same seeds. A quantized weight is one of the inputs,
 which gets no gradient from either.
 """
 
@@ -19,7 +19,7 @@ from cases import Case, index_of
 from support import randn
 from torch import Tensor, nn
 
-from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference
+from fusedckpt import LoRA, NormSpec, QuantizedWeight, functional, reference
 
 RANK = 3
 
@@ -32,10 +32,10 @@ def adapted(n: int, k: int, dtype: torch.dtype = torch.float32, **options: Any) 
     return LoRA(w.requires_grad_(False), a, b, **options)
 
 
-def record(w: Tensor) -> QuantisedWeight:
-    """Describe a dense weight as one that dequantises, in pieces where asked."""
+def record(w: Tensor) -> QuantizedWeight:
+    """Describe a dense weight as one that dequantizes, in pieces where asked."""
     w = w.detach()
-    return QuantisedWeight(w.shape, w.dtype, w.device, lambda rows: w if rows is None else w[rows])
+    return QuantizedWeight(w.shape, w.dtype, w.device, lambda rows: w if rows is None else w[rows])
 
 
 def peft_linear(x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
@@ -92,7 +92,7 @@ LINEARS = {
 # how a weight is given, and the probability of each dropout
 KINDS = {
     "lora": (lambda w: w, 0.0),
-    "quantised": (record, 0.0),
+    "quantized": (record, 0.0),
     "dropout": (lambda w: w, 0.3),
     "both": (record, 0.3),
 }
@@ -131,7 +131,7 @@ def _call(
 
 @dataclass(frozen=True)
 class Adapted(Case):
-    """A case of which some inputs are quantised, which have no gradients."""
+    """A case of which some inputs are quantized, which have no gradients."""
 
     frozen: tuple[int, ...] = ()
 
@@ -223,7 +223,7 @@ LORA = [
 ]
 OTHERS = [
     case
-    for kind in ("quantised", "dropout", "both")
+    for kind in ("quantized", "dropout", "both")
     for case in (
         _case("", "linear_act", [1], "0", kind=kind),
         _case("", "norm_linear", [1, 0, 0], "000", True, kind=kind),
@@ -232,6 +232,6 @@ OTHERS = [
         _case("-preact", "packed", [1, 0], "10", kind=kind, save="preact"),
     )
 ]
-OTHERS.append(_experts("", [1, 0], "quantised"))
+OTHERS.append(_experts("", [1, 0], "quantized"))
 ADAPTED = [*LORA, *OTHERS]
 ALL = [*cases.CASES, *ADAPTED]

@@ -10,7 +10,7 @@ import torch
 from support import DEVICE
 from torch import Tensor, nn
 
-from fusedckpt import LoRA, NormSpec, QuantisedWeight
+from fusedckpt import LoRA, NormSpec, QuantizedWeight
 
 D, F, N = 4, 6, 3
 NAN, INF = float("nan"), float("inf")
@@ -83,7 +83,7 @@ BAD: dict[str, list[Any]] = {
 BAD["weight"] = [*BAD["tensor"]]
 BAD["tensor"] += [
     LoRA(t(F, D), t(2, D), t(F, 2)),
-    QuantisedWeight((F, D), torch.float32, DEVICE, lambda _: t(F, D)),
+    QuantizedWeight((F, D), torch.float32, DEVICE, lambda _: t(F, D)),
 ]
 # kinds of which a default of None is one more value, else one less
 TAKES_NONE = "none or "

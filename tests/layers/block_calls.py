@@ -16,7 +16,7 @@ import torch
 from support import DEVICE
 from torch import Tensor, nn
 
-from fusedckpt import LoRA, NormSpec, QuantisedWeight
+from fusedckpt import LoRA, NormSpec, QuantizedWeight
 from fusedckpt.functional import gated_mlp, linear_act, mlp, norm_linear
 
 
@@ -98,7 +98,7 @@ class Operands:
     def linear(self, role: str, n: int, k: int, kind: str, bias: bool) -> tuple[Any, Any]:
         """Return weight and bias.
 
-        kind: dense, frozen or quantised, then a plus sign and a letter per adapter, d for one with
+        kind: dense, frozen or quantized, then a plus sign and a letter per adapter, d for one with
         dropout and a for one without. A frozen linear without adapters has no bias.
         """
         base, _, adapters = kind.partition("+")
@@ -107,9 +107,9 @@ class Operands:
             weight: Any = self.parameter(f"{role}.weight", n, k, dtype=dtype)
         else:
             weight = nn.Parameter(random(n, k, dtype=dtype), False)
-        if base == "quantised":
+        if base == "quantized":
             dense = weight.detach()
-            weight = QuantisedWeight(dense.shape, dtype, dense.device, lambda _: dense)
+            weight = QuantizedWeight(dense.shape, dtype, dense.device, lambda _: dense)
         for letter in adapters:
             a, b = (
                 self.parameter(f"{role}.weight", *shape, dtype=self.dtypes.adapters)

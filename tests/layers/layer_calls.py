@@ -19,7 +19,7 @@ from support import DEVICE
 from torch import Tensor, nn
 
 import fusedckpt
-from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional
+from fusedckpt import LoRA, NormSpec, QuantizedWeight, functional
 
 
 class Target(NamedTuple):
@@ -97,10 +97,10 @@ def spec(call: Callable[..., Any], kind: str, **valid: Any) -> Callable[..., Any
     return lambda **fields: call(**valid, norm=NormSpec(**{"kind": kind} | fields))
 
 
-def record(**fields: Any) -> QuantisedWeight:
-    """A quantised weight [F, D]."""
+def record(**fields: Any) -> QuantizedWeight:
+    """A quantized weight [F, D]."""
     given = {"shape": (F, D), "dtype": torch.float32, "device": DEVICE, "dense": len}
-    return QuantisedWeight(**given | fields)
+    return QuantizedWeight(**given | fields)
 
 
 def mlp_of(**fields: Any) -> Any:
@@ -176,10 +176,10 @@ FUNCTIONS = [
         *("gated_mlp", spec(functional.gated_mlp, "layer", **GATED), LAYER_WEIGHTS),
         *(NormSpec, "bias eps offset cast"),
     ),
-    target("mlp", mlp_of, {}, QuantisedWeight),
+    target("mlp", mlp_of, {}, QuantizedWeight),
     target("gated_mlp", packed_lora, ADAPTED, LoRA),
     target("gated_mlp", packed_lora, ADAPTED | {"gate_bias": t(2 * F)}, only="gate_bias"),
-    target("register_quantised", partial(fusedckpt.register_quantised, DTensor, len), {}),
+    target("register_quantized", partial(fusedckpt.register_quantized, DTensor, len), {}),
     target("saving", lambda level: fusedckpt.saving(level).__enter__(), {}),
 ]
 CONSTRUCTORS = [

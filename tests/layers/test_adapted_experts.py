@@ -1,15 +1,15 @@
-"""Experts with adapters or quantised weights, beside a loop over sums of weights."""
+"""Experts with adapters or quantized weights, beside a loop over sums of weights."""
 
 from itertools import product
 
 import pytest
 import torch
 from expert_calls import HIDDEN, LEVELS, RANK, D, E, K, T, adapters, both, leaves, loop, routing
-from quantised_weight import Int8Rows, forget, quantise
+from quantized_weight import Int8Rows, forget, quantize
 from support import DEVICE, compare, flops, gemm_flops, saved_bytes
 
 from fusedckpt import ClampedSwiGLU, LoRA
-from fusedckpt.blocks import quantised
+from fusedckpt.blocks import quantized
 from fusedckpt.functional import experts
 
 
@@ -82,11 +82,11 @@ def test_every_mask_of_adapters():
 
 @pytest.mark.parametrize("is_sliceable", [True, False])
 @pytest.mark.parametrize("save", LEVELS)
-def test_quantised_weights(save, is_sliceable, monkeypatch):
+def test_quantized_weights(save, is_sliceable, monkeypatch):
     """Dense while a GEMM reads them; of a class with slices one expert's at a time."""
-    monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, is_sliceable))
+    monkeypatch.setitem(quantized._registered, Int8Rows, (Int8Rows.dequantize, is_sliceable))
     index, (x, scores, *weights) = routing(T), leaves(dtype=torch.bfloat16)
-    given = [quantise(w) for w in weights]
+    given = [quantize(w) for w in weights]
     dense = [(w.int_data.double() * w.scale.double()[..., None]) for w in given]
     lora = adapters(torch.bfloat16)[0]
 

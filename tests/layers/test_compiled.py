@@ -14,7 +14,7 @@ import torch._dynamo.compiled_autograd
 from adapted_cases import LORA
 from cases import CASES
 from own_classes import SwiGLU
-from quantised_weight import Int8Rows, quantise
+from quantized_weight import Int8Rows, quantize
 from support import (
     DEVICE,
     as_tuple,
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import register_quantised
+from fusedckpt import register_quantized
 
 T, D, FF = 48, 16, 48
 LEVELS = ("inputs", "gate", "preact")
@@ -209,24 +209,24 @@ def test_dropout(drops, save):
 
 
 class Rounded(Int8Rows):
-    """A quantised weight that torch.compile traces: nothing is counted."""
+    """A quantized weight that torch.compile traces: nothing is counted."""
 
     def dequantize(self) -> Tensor:
         return self.int_data.to(self.scale.dtype) * self.scale[:, None]
 
 
-register_quantised(Rounded, Rounded.dequantize)
+register_quantized(Rounded, Rounded.dequantize)
 
 
 @pytest.mark.parametrize("save", ["inputs", "preact"])
-def test_quantised(save):
+def test_quantized(save):
     norm = fusedckpt.RMSNorm(D)
     fused, eager = (
         fusedckpt.GatedMLP(D, FF, norm=norm, residual=True, save=save).to(DEVICE) for _ in range(2)
     )
     held = []
     for name in ("gate_proj", "up_proj", "down_proj"):
-        w = quantise(getattr(fused, name).weight)
+        w = quantize(getattr(fused, name).weight)
         weight = Rounded(w.int_data, w.scale)
         held += [weight.int_data, weight.scale]
         getattr(fused, name).weight = nn.Parameter(weight, requires_grad=False)

@@ -227,7 +227,7 @@ def test_torch_func_runs_the_reference(case):
 
 
 def frozen_of(case):
-    """Return the places of quantised weights."""
+    """Return the places of quantized weights."""
     return getattr(case, "frozen", ())
 
 

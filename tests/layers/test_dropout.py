@@ -61,7 +61,7 @@ def test_probability(path, p):
     dropped = (y == 0).double().mean().item()
     assert abs(dropped - p) < 5 * math.sqrt(p * (1 - p) / x.numel())
     assert torch.equal(y[y != 0], (x / (1 - p))[y != 0])
-    # of neighbours, rows and seeds alike
+    # of neighbors, rows and seeds alike
     for other in (y.roll(1, 1), y.roll(1, 0), reference.dropout(x, p, seed_of(4))):
         both = ((y == 0) & (other == 0)).double().mean().item()
         assert abs(both - p * p) < 5 * math.sqrt(p * p * (1 - p * p) / x.numel())

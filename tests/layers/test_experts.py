@@ -5,13 +5,13 @@ from itertools import product
 import pytest
 import torch
 from expert_calls import HIDDEN, LEVELS, RANK, D, E, K, T, adapters, both, leaves, loop, routing
-from quantised_weight import forget, quantise
+from quantized_weight import forget, quantize
 from support import DEVICE, HALF, compare, flops, gemm_flops, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
-from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantisedWeight, reference
+from fusedckpt import ClampedSwiGLU, Experts, LoRA, QuantizedWeight, reference
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.blocks import run
 from fusedckpt.functional import experts, gated_mlp
@@ -254,7 +254,7 @@ def test_module():
     expected = loop(x, index, scores, given[0], given[2], given[1], given[3])
     torch.testing.assert_close(module(x, index, scores), expected)
     for i, name in ((0, "gate_up_proj"), (2, "down_proj")):
-        setattr(module, name, quantise(given[i]))
+        setattr(module, name, quantize(given[i]))
         given[i] = getattr(module, name).dequantize()
         forget()
     expected = loop(x, index, scores, given[0], given[2], given[1], given[3])
@@ -265,7 +265,7 @@ def test_module():
 
 
 # nothing makes it dense
-FLAT = QuantisedWeight(torch.Size((D, HIDDEN)), torch.float32, DEVICE, print)
+FLAT = QuantizedWeight(torch.Size((D, HIDDEN)), torch.float32, DEVICE, print)
 
 
 def on_device(value):

@@ -166,7 +166,7 @@ LAYOUTS = {
     "plain": lambda cls, save: cls(D, F, save=save),
     "joined": joined,
     "inside": lambda cls, save: cls(D, F, save=save, norm=fusedckpt.RMSNorm(D), residual=True),
-    "checkpointed": lambda cls, save: fusedckpt.Checkpoint(joined(cls, save)),
+    "checkpointed": lambda cls, save: fusedckpt.checkpoint_module(joined(cls, save)),
     "stock's": lambda cls, save: checkpoint_wrapper(joined(cls, save)),
 }
 

@@ -74,8 +74,8 @@ PEAKS = {
     ("gated_mlp", "frozen", 0.0): GATED,
     ("gated_mlp", "dense+a", 0.0): GATED,
     ("gated_mlp", "frozen+a", 0.0): GATED,
-    ("gated_mlp", "quantised", 0.0): GATED,
-    ("gated_mlp", "quantised+a", 0.0): GATED,
+    ("gated_mlp", "quantized", 0.0): GATED,
+    ("gated_mlp", "quantized+a", 0.0): GATED,
     ("gated_mlp", "frozen+d", 0.0): DROPPED_ADAPTERS,
     ("gated_mlp", "dense", 0.1): DROPPED,
     ("packed", "dense", 0.0): PACKED,
@@ -85,7 +85,7 @@ PEAKS = {
 }
 HALF = [
     ("packed", "dense", 0.0, "inputs", 4),
-    ("gated_mlp", "quantised+a", 0.0, "preact", 4),
+    ("gated_mlp", "quantized+a", 0.0, "preact", 4),
 ]
 CASES = [
     (dtype, *key, level, chunks)

@@ -2,7 +2,7 @@
 
 T tokens of D features, F hidden features. A row of the table names each tensor that a block saves,
 and the gradients of which any one makes the block save it. Nothing else is saved. Parameters and
-other leaves of the caller are not counted. Chunks, residuals, biases, adapters and quantised
+other leaves of the caller are not counted. Chunks, residuals, biases, adapters and quantized
 weights change nothing. Each dropout adds a seed of 8 bytes, if any gradient is wanted.
 """
 
@@ -165,12 +165,12 @@ def test_mixed_dtypes(norm, dtypes):
     for block in (block for block, name in BLOCKS if name == norm):
         check_block(block, norm, (), dtypes, bias=False)
         middle = ["frozen"] * (len(LINEARS[block]) - 2)
-        kinds = ["frozen+a", *middle, "quantised+d"][: len(LINEARS[block])]
+        kinds = ["frozen+a", *middle, "quantized+d"][: len(LINEARS[block])]
         check_block(block, norm, kinds, dtypes, bias=False)
 
 
 # kinds of block_calls
-KINDS = {"dense+d": "float32", "quantised": "bfloat16", "quantised+d": "bfloat16"}
+KINDS = {"dense+d": "float32", "quantized": "bfloat16", "quantized+d": "bfloat16"}
 
 
 @pytest.mark.parametrize(("block", "norm"), [b for b in BLOCKS if b[1] in (None, "layer")])

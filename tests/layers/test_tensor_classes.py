@@ -23,7 +23,7 @@ KNOWN = (F.linear, F.rms_norm, F.layer_norm)
 
 
 class Packed(Tensor):
-    """A weight that only F.linear and the norms can read, as a quantised one is."""
+    """A weight that only F.linear and the norms can read, as a quantized one is."""
 
     # whether anything else raises: not while modules are built
     strict = False

@@ -69,7 +69,7 @@ def fused(stage: nn.Sequential, save: str = "inputs") -> nn.Sequential:
 
 
 def checkpointed(stage: nn.Sequential) -> nn.Sequential:
-    return nn.Sequential(*(fusedckpt.Checkpoint(block) for block in fused(stage)))
+    return nn.Sequential(*(fusedckpt.checkpoint_module(block) for block in fused(stage)))
 
 
 def planned(stage: nn.Sequential) -> nn.Sequential:

@@ -114,7 +114,7 @@ def shown() -> type[PipelineStage]:
 def made(width: int, rank: int, kind: Any = Stage) -> Any:
     torch.manual_seed(rank)
     layers = nn.Sequential(*(Layer(width) for _ in range(LAYERS)))
-    stage = kind(fusedckpt.Checkpoint(layers), rank, 2, torch.device("cpu"))
+    stage = kind(fusedckpt.checkpoint_module(layers), rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss)
     torch.manual_seed(2)
     x, target = torch.randn(2, max(ROWS, 4 * width * (width > D)), width)

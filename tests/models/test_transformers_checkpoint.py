@@ -87,7 +87,7 @@ def test_every_blocks_forward_runs_once_more(fused, way):
     again = forward_of_blocks(model, inputs, blocks)
     if way == "ours":
         for name in blocks:
-            model.set_submodule(name, fusedckpt.Checkpoint(model.get_submodule(name)))
+            model.set_submodule(name, fusedckpt.checkpoint_module(model.get_submodule(name)))
     else:
         enable = getattr(model, "activation_checkpointing_enable", None)
         enable = enable or model.gradient_checkpointing_enable

@@ -97,7 +97,7 @@ class Graph(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(Neighbours(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Neighbors(WIDTH, WIDTH) for _ in range(LAYERS))
 
     def forward(self, x, edges):
         for layer in self.layers:
@@ -105,7 +105,7 @@ class Graph(nn.Module):
         return x
 
 
-class Neighbours(nn.Linear):
+class Neighbors(nn.Linear):
     def forward(self, x, edges):
         return torch.sparse.mm(edges, super().forward(x)).relu()
 

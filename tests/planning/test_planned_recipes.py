@@ -65,7 +65,7 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def test_a_plan_chooses_units_without_recipes():
     eager, x = Net().double(), torch.randn(4, C, 12, 12, dtype=torch.float64)
     model = copy.deepcopy(eager)
-    fusedckpt.fuse(model, recipes=True)
+    fusedckpt.fuse(model, recompute_elementwise=True)
     with_recipes, without = saved_by(model, x), saved_by(eager, x)
     assert with_recipes < 0.6 * without
     names = [f"blocks.{i}" for i in range(BLOCKS)]
@@ -112,7 +112,7 @@ def test_a_model_is_planned_before_and_after_it_saves_recipes():
     names = {"units": ["blocks.0", "blocks.1"], "policy": "none", "progress": False}
     fusedckpt.plan(model, x, loss=lambda y: y.sum(), **names)
     before = repr(model)
-    fusedckpt.fuse(model, recipes=True, norm=False, linear=False)
+    fusedckpt.fuse(model, recompute_elementwise=True, norm=False, linear=False)
     assert repr(model) == before
     plan = fusedckpt.plan(model, x, loss=lambda y: y.sum(), **names)
     assert [item.level for item in plan.items] == [NO_RECIPES] * 2

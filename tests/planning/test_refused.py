@@ -26,7 +26,7 @@ from plan_models import (
 from torch import nn
 
 import fusedckpt
-from fusedckpt import Checkpoint, checkpoint_sequential
+from fusedckpt import checkpoint_module, checkpoint_sequential
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.trials import Trials
 
@@ -135,7 +135,9 @@ def test_checkpoints_around_units_are_named():
     told = r"^plan: expected a unit .*outside of reentrant checkpoints: units.0 is not called"
     with pytest.raises(ValueError, match=told):
         planned(under(each(use_reentrant=True)), x, policy="all", loss=torch.sum)
-    model = nn.Sequential(Checkpoint(nn.Sequential(nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 1))
+    model = nn.Sequential(
+        checkpoint_module(nn.Sequential(nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 1)
+    )
     planned(model, x, policy="all", loss=torch.sum)
 
 

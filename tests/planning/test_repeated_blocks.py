@@ -170,7 +170,7 @@ def test_stages_need_no_more_than_a_checkpoint_of_every_block():
     every = copy.deepcopy(model)
     for stage in every.entries:
         for i, block in enumerate(stage.blocks):
-            stage.blocks[i] = fusedckpt.Checkpoint(block)
+            stage.blocks[i] = fusedckpt.checkpoint_module(block)
     plan(model, x, policy="memory", progress=False).apply(model)
 
     def peak(each):
@@ -210,7 +210,7 @@ def test_more_segments_than_blocks_are_refused():
         plan(model, x, policy="uniform:5", progress=False)
 
 
-def test_neighbours_of_very_many_units_are_joined(monkeypatch):
+def test_neighbors_of_very_many_units_are_joined(monkeypatch):
     monkeypatch.setattr("fusedckpt.planning.grouping.MOST_UNITS", 8)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] * 15
     model, x = nn.Sequential(*map(copy.deepcopy, layers)), torch.randn(256, WIDTH)

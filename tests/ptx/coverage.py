@@ -19,7 +19,7 @@ from tests.ptx.judging import KernelCase
 
 
 class Variant(NamedTuple):
-    """One specialisation of a kernel."""
+    """One specialization of a kernel."""
 
     kernel: str
     dtypes: frozenset[str]

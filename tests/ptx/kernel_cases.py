@@ -117,7 +117,7 @@ def normed(
     ) -> Sequence[Maybe]:
         s = leaf(x if r is None else x + r)
         vectors = [leaf(v.to(s.dtype)) for v in (w, b) if v is not None]
-        y = normalised(s, vectors, rule)
+        y = normalized(s, vectors, rule)
         ds, *sums = torch.autograd.grad(y, [s, *vectors], dy)
         absent = [None] * (2 - len(vectors))
         return y.detach(), None if r is None else s.detach(), ds + dtotal, *sums, *absent
@@ -137,7 +137,7 @@ def norm_of_sums(kind: str, m: int, n: int) -> Results:
         wide = dy.dtype
         vectors = [leaf(w.to(wide)), *[leaf(torch.zeros_like(w, dtype=wide))] * (kind == "layer")]
         s = leaf(x.to(wide))
-        ds, *sums = torch.autograd.grad(normalised(s, vectors, rule), [s, *vectors], dy)
+        ds, *sums = torch.autograd.grad(normalized(s, vectors, rule), [s, *vectors], dy)
         return (ds + dtotal).to(x.dtype), *sums, *[None] * (kind == "rms")
 
     return beside(grads, eager, x, w, dy, dtotal)
@@ -181,7 +181,7 @@ def gated_norm_cases() -> list[KernelCase]:
     ]
 
 
-def normalised(s: Tensor, vectors: list[Tensor], rule: norm.NormRule) -> Tensor:
+def normalized(s: Tensor, vectors: list[Tensor], rule: norm.NormRule) -> Tensor:
     """Return eager's norm of s; vectors: its weight, and its bias if any."""
     if rule.kind == "layer":
         return torch.nn.functional.layer_norm(s, s.shape[1:], *vectors, eps=rule.eps)

@@ -1,4 +1,4 @@
-"""Containers with a behaviour of their own are put back by a trial, and are left alone if equal."""
+"""Containers with a behavior of their own are put back by a trial, and are left alone if equal."""
 
 import copy
 import weakref

@@ -249,7 +249,7 @@ class Nothing(nn.Linear):
         ((mlp(), 1), {"loss": 3}, TypeError, "report: loss must be callable or None, got int"),
         ((mlp(), 1), {"optimizer": 3}, TypeError, r"report: optimizer must be .* or None, got int"),
         ((nn.Tanh(), torch.ones(2)), {}, ValueError, "report: expected a parameter or an input"),
-        ((nn.LazyLinear(2), torch.ones(2)), {}, ValueError, "report: weight is not initialised"),
+        ((nn.LazyLinear(2), torch.ones(2)), {}, ValueError, "report: weight is not initialized"),
         (
             (mlp(), torch.ones(2, D)),
             {"loss": torch.exp},

@@ -41,7 +41,7 @@ def reported(depth: int, **options: bool) -> fusedckpt.MemoryReport:
 
 
 def test_the_functions_of_recipes_are_named():
-    report = reported(1, recipes=True)
+    report = reported(1, recompute_elementwise=True)
     groups = {group.functions: group for group in report.recipes}
     assert groups["relu", "batch_norm"] == RecipeGroup(("relu", "batch_norm"), False, 1, NBYTES)
     assert groups["softsign",] == RecipeGroup(("softsign",), False, 1, NBYTES)
@@ -52,14 +52,16 @@ def test_the_functions_of_recipes_are_named():
 
 
 def test_a_cut_chain_is_named():
-    report = reported(LIMIT + 1, recipes=True)
+    report = reported(LIMIT + 1, recompute_elementwise=True)
     cut = [group for group in report.recipes if group.is_cut]
     assert [(group.functions[0], group.count, group.nbytes) for group in cut] == [
         ("softsign", 1, NBYTES)
     ]
     assert len(cut[0].functions) == LIMIT + 1
     assert "saved: its chain was cut" in str(report)
-    assert not any(group.is_cut for group in reported(LIMIT - 1, recipes=True).recipes)
+    assert not any(
+        group.is_cut for group in reported(LIMIT - 1, recompute_elementwise=True).recipes
+    )
 
 
 def test_a_model_without_recipes_has_no_such_table():

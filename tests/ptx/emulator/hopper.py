@@ -57,7 +57,7 @@ class TensorMap:
     tensor: torch.Tensor
     # elements of each dimension, the innermost last; so are the others
     shape: list[int]
-    # elements between neighbours
+    # elements between neighbors
     strides: list[int]
     # the shape of a copy
     box: list[int]

@@ -22,7 +22,7 @@ def _bind_cp(b: Binding) -> Call:
 def _bind_fence(b: Binding) -> Call:
     """Pass what a warp has stored in shared memory to the async proxy.
 
-    The fence of an mbarrier's initialisation is for other blocks of a cluster: there are none.
+    The fence of an mbarrier's initialization is for other blocks of a cluster: there are none.
     """
     unit = b.unit
     if not b.has("proxy"):

@@ -162,8 +162,8 @@ def _start_product(b: Binding) -> Call:
                 operand.note(warp, b.text)
         left_numbers = x.read() if isinstance(x, Operand) else x
         total = left_numbers.astype(np.float64) @ w.read().T.astype(np.float64)
-        # rows: warps, halves, groups of 4 lanes; columns: pieces of 8, lanes, neighbours. Registers
-        # go by piece, half and neighbour, each with a number per lane
+        # rows: warps, halves, groups of 4 lanes; columns: pieces of 8, lanes, neighbors. Registers
+        # go by piece, half and neighbor, each with a number per lane
         total = total.reshape(-1, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4)
         total = total.reshape(len(registers), len(lanes))
         place = slice(lanes[0], lanes[-1] + 1)

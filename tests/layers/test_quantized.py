@@ -1,4 +1,4 @@
-"""Quantised weights: dense while a GEMM reads them, never kept, refused where they are not so.
+"""Quantized weights: dense while a GEMM reads them, never kept, refused where they are not so.
 
 `adapted_cases.py` has their values, gradients, masks and levels.
 """
@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from quantised_weight import Int8Rows, forget, quantise
+from quantized_weight import Int8Rows, forget, quantize
 from support import DEVICE, as_tuple, compare, randn, saved_bytes
 from torch import Tensor, nn
 
 import fusedckpt
-from fusedckpt import LoRA, NormSpec, QuantisedWeight, functional, reference, register_quantised
-from fusedckpt.blocks import quantised
+from fusedckpt import LoRA, NormSpec, QuantizedWeight, functional, reference, register_quantized
+from fusedckpt.blocks import quantized
 from fusedckpt.memory import peak_bytes
 
 T, D, F, R = 17, 4, 6, 2
@@ -32,7 +32,7 @@ def forgotten():
 
 def weights(name):
     sizes = {"linear_act": [(F, D)], "packed": [(2 * F, D), (D, F)], "mlp": [(F, D), (D, F)]}
-    return [quantise(randn(*s) / s[1] ** 0.5) for s in sizes.get(name, [(F, D), (F, D), (D, F)])]
+    return [quantize(randn(*s) / s[1] ** 0.5) for s in sizes.get(name, [(F, D), (F, D), (D, F)])]
 
 
 def call(name, module, x, given, **options):
@@ -66,7 +66,7 @@ def test_dense_while_it_is_read(name):
     """Values and gradients are those of a dense weight, of which one exists at a time."""
     dtype = torch.float32 if "save" in CALLS[name] else torch.bfloat16
     options, name = CALLS[name], name.split()[0]
-    given = [quantise(w.dequantize().to(dtype)) for w in weights(name)]
+    given = [quantize(w.dequantize().to(dtype)) for w in weights(name)]
     forget()
     ys = as_tuple(call(name, functional, randn(T, D, dtype=dtype), given, **options))
     made = len(Int8Rows.made)
@@ -88,9 +88,9 @@ def test_dense_while_it_is_read(name):
 def test_pieces(monkeypatch, name):
     """Where the class has slices, at most a piece is dense at a time."""
     n, k = 64, 48
-    monkeypatch.setitem(quantised._registered, Int8Rows, (Int8Rows.dequantize, True))
+    monkeypatch.setitem(quantized._registered, Int8Rows, (Int8Rows.dequantize, True))
     first = [(2 * n, k)] if name == "packed" else [(n, k), (n, k)]
-    weights = [quantise(randn(*s) / s[1] ** 0.5) for s in (*first, (k, n))]
+    weights = [quantize(randn(*s) / s[1] ** 0.5) for s in (*first, (k, n))]
     dense = [w.int_data.double() * w.scale.double()[:, None] for w in weights]
 
     def fn(module, given, x):
@@ -99,7 +99,7 @@ def test_pieces(monkeypatch, name):
         up = [None] if name == "packed" else []
         return module.gated_mlp(x, given[0], *up, *given[1:])
 
-    monkeypatch.setattr(quantised, "PIECE_BYTES", n * k)
+    monkeypatch.setattr(quantized, "PIECE_BYTES", n * k)
     compare(
         partial(fn, functional, weights),
         lambda x: fn(reference, [w.to(x.dtype) for w in dense], x),
@@ -109,21 +109,21 @@ def test_pieces(monkeypatch, name):
     assert max(nbytes for _, nbytes in Int8Rows.sizes) == n * k
     # no more pieces than roundings are worth
     forget()
-    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    monkeypatch.setattr(quantized, "PIECE_BYTES", 1)
     fn(functional, weights, randn(T, k))
     assert {rows for rows, _ in Int8Rows.sizes} <= {n // 4, k // 4}
 
 
 def test_no_pieces_of_a_class_without_slices(monkeypatch):
-    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
-    functional.linear_act(randn(T, D), quantise(randn(F, D)))
+    monkeypatch.setattr(quantized, "PIECE_BYTES", 1)
+    functional.linear_act(randn(T, D), quantize(randn(F, D)))
     assert {rows for rows, _ in Int8Rows.sizes} == {F}
 
 
 def test_peak_of_a_step():
     """Above the start: a dense weight at a time, beside what a dense block's step needs."""
     d, f, t = 64, 512, 16
-    weights = [quantise(randn(*s)) for s in ((f, d), (f, d), (d, f))]
+    weights = [quantize(randn(*s)) for s in ((f, d), (f, d), (d, f))]
     x = randn(t, d)
 
     def step():
@@ -137,7 +137,7 @@ def test_peak_of_a_step():
 
 
 class Rounded(Int8Rows):
-    """Dequantises, but rounds what it multiplies."""
+    """Dequantizes, but rounds what it multiplies."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -148,7 +148,7 @@ class Rounded(Int8Rows):
 
 
 def test_an_unknown_class_runs_its_own_linear():
-    given = quantise(randn(F, D))
+    given = quantize(randn(F, D))
     x, w = randn(T, D), Rounded(given.int_data, given.scale)
     y = functional.linear_act(x, w, activation="identity")
     assert torch.equal(y, nn.functional.linear(x, w))
@@ -156,19 +156,19 @@ def test_an_unknown_class_runs_its_own_linear():
 
 @pytest.mark.parametrize("save", ["inputs", "preact"])
 def test_a_weight_that_was_written_raises(save):
-    w, x = quantise(randn(F, D)), randn(T, D)
+    w, x = quantize(randn(F, D)), randn(T, D)
     y = functional.linear_act(x, w, save=save)
     w.scale.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
 
-def test_modules_take_quantised_children():
+def test_modules_take_quantized_children():
     module = fusedckpt.GatedMLP(D, F, norm=fusedckpt.RMSNorm(D), residual=True).to(DEVICE)
     dense = fusedckpt.GatedMLP(D, F, norm=fusedckpt.RMSNorm(D), residual=True).to(DEVICE)
     for name, linear in module.named_children():
         if isinstance(linear, nn.Linear):
-            linear.weight = quantise(linear.weight)
+            linear.weight = quantize(linear.weight)
             getattr(dense, name).weight = nn.Parameter(linear.weight.dequantize())
     x = randn(T, D)
     forget()
@@ -181,22 +181,22 @@ def test_modules_take_quantised_children():
 @pytest.mark.parametrize("key", ["act_quant_kwargs", "act_quant_scale", "act_pre_scale"])
 def test_changed_activations_are_left(key):
     # what has a gradient of its own is for its class to compute
-    assert quantised.quantised(nn.Parameter(quantise(randn(F, D)).data)) is None
-    w = quantise(randn(F, D))
+    assert quantized.quantized(nn.Parameter(quantize(randn(F, D)).data)) is None
+    w = quantize(randn(F, D))
     setattr(w, key, object())
-    assert quantised.quantised(w) is None
-    assert "activations" in str(quantised.why_left(w))
+    assert quantized.quantized(w) is None
+    assert "activations" in str(quantized.why_left(w))
 
 
 def zeros(*shape: int, **options: Any) -> Tensor:
     return torch.zeros(shape, **{"device": DEVICE} | options)
 
 
-def record(n: int, k: int, dense: Any = None, **fields: Any) -> QuantisedWeight:
+def record(n: int, k: int, dense: Any = None, **fields: Any) -> QuantizedWeight:
     w = randn(n, k, requires_grad=False)
     dense = dense or (lambda rows: w if rows is None else w[rows])
     given = {"shape": (n, k), "dtype": w.dtype, "device": w.device, "dense": dense}
-    return QuantisedWeight(**given | fields)
+    return QuantizedWeight(**given | fields)
 
 
 # what a message calls a weight [F, D], and a call of it
@@ -248,7 +248,7 @@ def test_dense_returns_another_tensor_in_backward(save):
 
 
 def test_dense_that_ignores_its_slice(monkeypatch):
-    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    monkeypatch.setattr(quantized, "PIECE_BYTES", 1)
     w = zeros(8, D)
     with pytest.raises(ValueError, match=r"must return .*\[2, 4\] on .*, got .*\[8, 4\]"):
         functional.linear_act(randn(T, D), record(8, D, lambda rows: w, is_sliceable=True))
@@ -267,7 +267,7 @@ def test_dense_of_any_floating_dtype(dtype):
 
 ODD = {
     "record": lambda: record(7, D),
-    "class": lambda: quantise(randn(7, D)),
+    "class": lambda: quantize(randn(7, D)),
     "under an adapter": lambda: LoRA(record(7, D), zeros(R, D), zeros(7, R)),
     "dense": lambda: zeros(7, D),
 }
@@ -301,17 +301,17 @@ class Narrow(torch.Tensor):
 
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(quantised, "_registered", {})
-    return lambda dense: register_quantised(Narrow, lambda weight: dense())
+    monkeypatch.setattr(quantized, "_registered", {})
+    return lambda dense: register_quantized(Narrow, lambda weight: dense())
 
 
 @pytest.mark.parametrize("returned", RETURNED)
-def test_a_class_that_dequantises_to_another_tensor(registered, returned):
+def test_a_class_that_dequantizes_to_another_tensor(registered, returned):
     registered(RETURNED[returned])
     w, x = zeros(F, D).as_subclass(Narrow), randn(T, D)
     module = fusedckpt.Linear(D, F, bias=False, activation="gelu").to(DEVICE)
     module.weight = nn.Parameter(w, requires_grad=False)
-    message = r"^\w+: dequantise\(\w*weight\) must return a dense floating-point tensor \[6, 4\]"
+    message = r"^\w+: dequantize\(\w*weight\) must return a dense floating-point tensor \[6, 4\]"
     for call in (
         lambda: functional.mlp(x, w, None, zeros(D, F), None),
         lambda: functional.gated_mlp(x, w, None, zeros(D, F // 2)),

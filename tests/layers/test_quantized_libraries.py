@@ -1,4 +1,4 @@
-"""Quantised weights of other libraries, where they are installed: torchao, bitsandbytes."""
+"""Quantized weights of other libraries, where they are installed: torchao, bitsandbytes."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from support import compare, randn
 from torch import nn
 
 from fusedckpt import functional
-from fusedckpt.blocks import quantised
+from fusedckpt.blocks import quantized
 
 T = 17
 
@@ -32,14 +32,14 @@ def test_torchao(config, monkeypatch):
     y = functional.linear_act(x, w, activation="identity")
     assert "Block" in type(y.grad_fn).__name__
     assert torch.equal(y, nn.functional.linear(x, dense))
-    monkeypatch.setattr(quantised, "PIECE_BYTES", 1)
+    monkeypatch.setattr(quantized, "PIECE_BYTES", 1)
     compare(
         lambda x: functional.linear_act(x, w, activation="identity"),
         lambda x: nn.functional.linear(x, dense.to(x.dtype)),
         lambda: [randn(T, 64, dtype=torch.bfloat16)],
     )
     w = torchao_weight("Int8DynamicActivationInt8WeightConfig")
-    assert quantised.quantised(w) is None
+    assert quantized.quantized(w) is None
     y = functional.linear_act(x, w, activation="identity")
     assert torch.equal(y, nn.functional.linear(x, w))
 
@@ -56,7 +56,7 @@ def test_bitsandbytes(kind):
     x = torch.randn(T, 64, dtype=torch.bfloat16, requires_grad=True)
     y = functional.linear_act(x, linear.weight, activation="identity")
     assert "Block" in type(y.grad_fn).__name__
-    # as near to what was quantised as so few bits are
+    # as near to what was quantized as so few bits are
     wanted = x.float() @ dense.float().T
     relative = (y.float() - wanted).norm() / wanted.norm()
     assert relative < {"Linear4bit": 0.15, "Linear8bitLt": 0.02}[kind]
@@ -68,9 +68,9 @@ def test_bitsandbytes(kind):
     if kind == "Linear4bit":
         # a layout of its own, for inference
         linear.weight.quant_state.packing_format_for_cpu = True
-        assert quantised.quantised(linear.weight) is None
+        assert quantized.quantized(linear.weight) is None
     else:
         # the 8-bit module has taken the scale from its weight
-        assert quantised.quantised(linear.weight) is None
-        record = quantised.int8(linear.weight.data, linear.state.SCB)
+        assert quantized.quantized(linear.weight) is None
+        record = quantized.int8(linear.weight.data, linear.state.SCB)
         assert torch.equal(functional.linear_act(x, record, activation="identity"), y)

@@ -1,4 +1,4 @@
-"""Weights that dequantise, by class: a class's name is its rule, so that no library is imported."""
+"""Weights that dequantize, by class: a class's name is its rule, so that no library is imported."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import Tensor
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.backward import Versioned
 
-# of a dequantised piece, where a weight can be cut; and into how many, as every piece is one more
+# of a dequantized piece, where a weight can be cut; and into how many, as every piece is one more
 # rounding of the gradient of x
 PIECE_BYTES = 64 << 20
 MOST_PIECES = 4
 
 
 Dense = Callable[[slice | None], Tensor]
-Dequantise = Callable[[Any], Tensor]
+Dequantize = Callable[[Any], Tensor]
 
 
-class QuantisedWeight(NamedTuple):
+class QuantizedWeight(NamedTuple):
     """A frozen weight [N, K], or [E, N, K] of experts, that is dense only while a GEMM reads it.
 
     Calls check its fields before any work, and each tensor that `dense` returns.
@@ -50,7 +50,7 @@ class QuantisedWeight(NamedTuple):
         for start in range(0, n, step):
             yield slice(start, min(start + step, n))
 
-    def checked(self, name: str, key: str, source: str) -> QuantisedWeight:
+    def checked(self, name: str, key: str, source: str) -> QuantizedWeight:
         """Return the record with a check of each tensor of `dense`; refuse meaningless fields.
 
         source: the name of `dense` in errors.
@@ -82,9 +82,9 @@ class QuantisedWeight(NamedTuple):
                 raise ValueError(f"{name}: {source} must return {expected}, got {came}")
             return part
 
-        return QuantisedWeight(shape, self.dtype, device, dense, is_sliceable)
+        return QuantizedWeight(shape, self.dtype, device, dense, is_sliceable)
 
-    def half(self, index: int) -> QuantisedWeight:
+    def half(self, index: int) -> QuantizedWeight:
         """Return the first or second half of the rows."""
         f = self.shape[0] // 2
 
@@ -97,12 +97,12 @@ class QuantisedWeight(NamedTuple):
 
 
 class EachExpert:
-    """The weights [E, K, N] of a quantised one, of which each is dense while a GEMM reads it.
+    """The weights [E, K, N] of a quantized one, of which each is dense while a GEMM reads it.
 
-    turns: whether the quantised one lies as [E, N, K].
+    turns: whether the quantized one lies as [E, N, K].
     """
 
-    def __init__(self, weight: QuantisedWeight, turns: bool, dtype: torch.dtype):
+    def __init__(self, weight: QuantizedWeight, turns: bool, dtype: torch.dtype):
         self.weight = weight
         self.turns = turns
         self.dtype = dtype
@@ -118,44 +118,44 @@ class EachExpert:
         return part.to(self.dtype).t() if self.turns else part.to(self.dtype)
 
 
-_registered: dict[type, tuple[Dequantise, bool]] = {}
+_registered: dict[type, tuple[Dequantize, bool]] = {}
 
 
-def register_quantised(
-    kind: type[Tensor], dequantise: Dequantise, *, is_sliceable: bool = False
+def register_quantized(
+    kind: type[Tensor], dequantize: Dequantize, *, is_sliceable: bool = False
 ) -> None:
-    """Let fused layers take weights of a tensor class, and dequantise them where they are used.
+    """Let fused layers take weights of a tensor class, and dequantize them where they are used.
 
     Args:
         kind: the class; its shape, dtype and device are those of the dense weight.
-        dequantise: called with a weight, returns it as a dense tensor of its shape, of any floating
+        dequantize: called with a weight, returns it as a dense tensor of its shape, of any floating
             dtype. Each call of a layer checks it.
         is_sliceable: whether `weight[start:stop]` is a weight of the class with those rows or
-            experts; then large weights are dequantised in pieces, experts one by one.
+            experts; then large weights are dequantized in pieces, experts one by one.
 
     F.linear of such a weight must equal F.linear of the dense one. torchao's weight-only classes of
     8 bits, NF4, and bitsandbytes' 4-bit and 8-bit parameters need no registration.
 
     Raises:
-        TypeError: `kind` is not a subclass of Tensor, `dequantise` is not callable, or
+        TypeError: `kind` is not a subclass of Tensor, `dequantize` is not callable, or
             `is_sliceable` is not a flag.
     """
     if not (isinstance(kind, type) and issubclass(kind, Tensor)):
-        arguments.wrong_type("register_quantised", "kind", "a subclass of Tensor", kind)
-    if not callable(dequantise):
-        arguments.wrong_type("register_quantised", "dequantise", "a function", dequantise)
-    is_sliceable = arguments.flag("register_quantised", "is_sliceable", is_sliceable)
-    _registered[kind] = dequantise, is_sliceable
+        arguments.wrong_type("register_quantized", "kind", "a subclass of Tensor", kind)
+    if not callable(dequantize):
+        arguments.wrong_type("register_quantized", "dequantize", "a function", dequantize)
+    is_sliceable = arguments.flag("register_quantized", "is_sliceable", is_sliceable)
+    _registered[kind] = dequantize, is_sliceable
 
 
-def quantised(weight: Any) -> QuantisedWeight | None:
-    """Describe a weight that dequantises, None for any other."""
-    if isinstance(weight, QuantisedWeight):
+def quantized(weight: Any) -> QuantizedWeight | None:
+    """Describe a weight that dequantizes, None for any other."""
+    if isinstance(weight, QuantizedWeight):
         return weight
     kind = type(weight)
     if not isinstance(weight, Tensor) or kind in (Tensor, torch.nn.Parameter):
         return None
-    # nothing is asked about a weight of a class that is not known to dequantise
+    # nothing is asked about a weight of a class that is not known to dequantize
     library = kind.__module__.partition(".")[0]
     if library == "bitsandbytes":
         return _of_bitsandbytes(kind.__name__, weight)
@@ -165,14 +165,14 @@ def quantised(weight: Any) -> QuantisedWeight | None:
         registered = getattr(kind, method), is_sliceable
     if registered is None or weight.requires_grad or why_left(weight) is not None:
         return None
-    dequantise, is_sliceable = registered
+    dequantize, is_sliceable = registered
 
     def dense(rows: slice | None) -> Tensor:
-        return dequantise(weight if rows is None else weight[rows])
+        return dequantize(weight if rows is None else weight[rows])
 
     flatten: Any = getattr(weight, "__tensor_flatten__", lambda: ((), None))
     checked = _unless_changed(dense, weight, *(getattr(weight, part) for part in flatten()[0]))
-    return QuantisedWeight(
+    return QuantizedWeight(
         weight.shape, weight.dtype, weight.device, checked, is_sliceable=is_sliceable
     )
 
@@ -185,7 +185,7 @@ _TORCHAO = {
     "IntxUnpackedToInt8Tensor": ("dequantize", True),
     "NF4Tensor": ("get_original_weight", False),
 }
-# attributes of weights that also quantise or scale activations
+# attributes of weights that also quantize or scale activations
 _TO_ACTIVATIONS = (
     "act_quant_kwargs",
     "act_quant_scale",
@@ -195,9 +195,9 @@ _TO_ACTIVATIONS = (
 
 
 def why_left(weight: Any) -> str | None:
-    """Say why a quantised weight must be left to its own class; None where that is not known."""
+    """Say why a quantized weight must be left to its own class; None where that is not known."""
     if any(getattr(weight, key, None) is not None for key in _TO_ACTIVATIONS):
-        return f"{type(weight).__name__} quantises or scales activations as well"
+        return f"{type(weight).__name__} quantizes or scales activations as well"
     return None
 
 
@@ -214,7 +214,7 @@ def _unless_changed(dense: Dense, *tensors: Any) -> Dense:
     return checked
 
 
-def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
+def _of_bitsandbytes(name: str, weight: Any) -> QuantizedWeight | None:
     device = weight.device
     state = getattr(weight, "quant_state", None)
     if name == "Params4bit" and state is not None:
@@ -227,13 +227,13 @@ def _of_bitsandbytes(name: str, weight: Any) -> QuantisedWeight | None:
             return functional.dequantize_4bit(weight.data, weight.quant_state)
 
         checked = _unless_changed(dense, weight, state.absmax)
-        return QuantisedWeight(torch.Size(state.shape), state.dtype, device, checked)
+        return QuantizedWeight(torch.Size(state.shape), state.dtype, device, checked)
     if name == "Int8Params" and getattr(weight, "SCB", None) is not None:
         return int8(weight.data, weight.SCB)
     return None
 
 
-def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
+def int8(data: Tensor, row_maxima: Tensor) -> QuantizedWeight:
     """Describe an int8 weight [N, K] with rows that were divided by their maxima [N] and times 127.
 
     bitsandbytes' Linear8bitLt keeps these in `weight.data` and, once it was called, `state.SCB`.
@@ -245,4 +245,4 @@ def int8(data: Tensor, row_maxima: Tensor) -> QuantisedWeight:
 
     checked = _unless_changed(dense, data, row_maxima)
     dtype = row_maxima.dtype
-    return QuantisedWeight(data.shape, dtype, data.device, checked, is_sliceable=True)
+    return QuantizedWeight(data.shape, dtype, data.device, checked, is_sliceable=True)

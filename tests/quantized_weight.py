@@ -1,4 +1,4 @@
-"""A quantised weight of the tests' own: int8 rows with a scale each, dense only when asked for.
+"""A quantized weight of the tests' own: int8 rows with a scale each, dense only when asked for.
 
 [N, K], or [E, N, K] of experts.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fusedckpt import register_quantised
+from fusedckpt import register_quantized
 
 aten = torch.ops.aten
 
@@ -58,13 +58,13 @@ class Int8Rows(Tensor):
             return cls(func(w.int_data, *args[1:]), func(w.scale, *args[1:]))
         if func is aten.t.default:
             return w.int_data.to(w.scale.dtype).mul(w.scale[:, None]).t()
-        raise NotImplementedError(f"{func} of a quantised weight")
+        raise NotImplementedError(f"{func} of a quantized weight")
 
 
-register_quantised(Int8Rows, Int8Rows.dequantize)
+register_quantized(Int8Rows, Int8Rows.dequantize)
 
 
-def quantise(weight: Tensor) -> nn.Parameter:
+def quantize(weight: Tensor) -> nn.Parameter:
     """Round rows to 127 steps of their largest element."""
     weight = weight.detach()
     scale = weight.abs().amax(-1) / 127
