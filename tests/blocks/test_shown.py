@@ -24,7 +24,7 @@ def test_the_page_of_layers_shows_what_is_printed():
     """The lines of code run as they stand, and print the lines below them."""
     text = (ROOT / "fusedckpt/layers/README.md").read_text(encoding="utf-8")
     (code, shown), *_ = re.findall(
-        r"```python\n([^X[^`]*)```\n+```\n(.*?)```", text, re.S
+        r"```python\n([^`]*?explain\([^`]*)```\n+```\n(.*?)```", text, re.S
     )
     printed = []
     with forced_path("aten"):
@@ -137,7 +137,5 @@ def test_refusals():
     with pytest.raises(TypeError, match="explain: fn must be a function or a module, got Tensor"):
         fusedckpt.explain(x)
     for fn in (nn.Linear(D, D).to(DEVICE), block().requires_grad_(False), lambda x: None):
-        with pytest.raises(
-            ValueError, match="explain: fn must return the result of a fused layer"
-        ):
+        with pytest.raises(ValueError, match="explain: fn must return the result of a fused layer"):
             fusedckpt.explain(fn, x.detach())
