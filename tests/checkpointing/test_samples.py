@@ -6,6 +6,7 @@ import copy
 import weakref
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.checkpointing.segment import segment_of
 
 D = 96
+# torch makes a class of this module
+MEMORY: Any = torch.utils.deterministic
 
 
 class Attention(nn.Module):
@@ -394,14 +397,14 @@ class Unwritten(torch.autograd.Function):
 @contextmanager
 def garbage():
     """Fill memory that is not written with what was there: with zeros, for a forward with NaN."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    MEMORY.fill_uninitialized_memory = False
     freed = [torch.zeros(2 * 20 * 19 + n) for n in range(-64, 64) for _ in range(8)]
     freed += [torch.zeros(64, dtype=torch.int64) for _ in range(64)]
     del freed
     try:
         yield
     finally:
-        torch.utils.deterministic.fill_uninitialized_memory = True
+        MEMORY.fill_uninitialized_memory = True
 
 
 @pytest.mark.parametrize("kind", ["ctc_loss", "integers", "fused"])
@@ -421,7 +424,7 @@ def test_memory_that_nothing_has_written_is_not_compared(kind):
     with garbage():
         torch.testing.assert_close(torch.autograd.grad(y, x), expected, rtol=0, atol=0)
     assert len(num_calls) == 3
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert MEMORY.fill_uninitialized_memory
 
 
 def test_a_difference_beside_unwritten_memory_raises():
