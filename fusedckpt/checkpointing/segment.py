@@ -71,6 +71,8 @@ class Segment(Trace, CheckpointPhase):
         self._leaves = Leaves()
         # while it may turn out that a call writes its arguments, the tensors that it saved
         self.provisional: list[Provisional] | None = None
+        # whether they are saved, and no recompute is for them
+        self.is_saved = False
         self.late = []
         # by the id of the backward that each serves
         self._recomputes: dict[int, Recompute] = {}
@@ -159,6 +161,7 @@ class Segment(Trace, CheckpointPhase):
             if tensor._version == version:
                 packed.source = ArgumentSource(Argument(tensor))
         self.stops = True
+        self.is_saved = True
         self.provisional = None
 
     def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:

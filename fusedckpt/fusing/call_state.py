@@ -129,20 +129,36 @@ class CallState:
         self._contents.append((holder, contents))
         return [*contents.values()] if isinstance(contents, dict) else contents
 
-    def end(self) -> None:
-        """Learn, after the call, which tensors it wrote."""
+    def end(self) -> bool:
+        """Learn, after the call, which tensors it wrote; return whether any has no copy."""
         self._written.learn()
+        return self._written.uncopied != []
+
+    def written_parameter(self) -> str:
+        """Return the name of a parameter that the call wrote, "" for none."""
+        members = self._written.uncopied
+        written = (m for m in members if m is not None and not m.is_buffer)
+        return next(map(self._name_of, written), "")
+
+    def _name_of(self, member: ModuleTensor) -> str:
+        prefixes = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
+        return f"{prefixes.get(member.module, '')}{member.name}"
 
     def check(self) -> None:
-        """Raise where other code wrote a parameter or buffer since.
+        """Raise where other code wrote a parameter or buffer since, or the call a parameter.
 
         Raises:
             RuntimeError: with its name.
         """
+        if self._written.uncopied and (written := self.written_parameter()):
+            raise RuntimeError(
+                f"{type(self._module).__name__}: its forward wrote its parameter {written} for the "
+                "first time, and would write it once more in backward. Further calls run the "
+                "forward of its class; write the parameter outside of the forward"
+            )
         name = None
         if (member := self._written.written_by_others()) is not None:
-            prefixes = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
-            name = f"{prefixes.get(member.module, '')}{member.name}"
+            name = self._name_of(member)
         elif any(versions_of(tensor) != (version,) for tensor, version in self._in_arguments):
             name = "a tensor in its arguments"
         if name is not None:

@@ -42,6 +42,7 @@ from fusedckpt.fusing.mixers_in_run import (
     mixers_in_run,
     repeat_alike,
 )
+from fusedckpt.fusing.recomputed_call import WRITES
 from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
@@ -51,6 +52,8 @@ from fusedckpt.layers.fallbacks import NotFused
 
 # reasons that a second run gives although it is taken
 _INFORMING = "again", "unseen"
+# attributes that a call leaves in a module
+_NOTES = LITTLE_GAIN, WRITES, fallbacks.NOTE
 
 
 @dataclass(eq=False)
@@ -493,7 +496,7 @@ class _StepObserver(RunObserver):
                 stop_waiting(module)
                 swap.apply(module)
                 again: Any = module.forward(*args, **kwargs)
-                notes = {key: vars(module).get(key) for key in (LITTLE_GAIN, fallbacks.NOTE)}
+                notes = {key: vars(module).get(key) for key in _NOTES}
         except torch.OutOfMemoryError:
             return NotFused("memory")
         except Exception as error:  # arbitrary code of others

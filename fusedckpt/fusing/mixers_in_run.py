@@ -31,7 +31,7 @@ from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
-from fusedckpt.fusing.written_tensors import SMALL
+from fusedckpt.fusing.written_tensors import SMALL, writes
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state import rng
 
@@ -50,6 +50,8 @@ def mixers_in_run(
     try:
         # generators too: their states are put back
         shared = {id(x): x for x in (*model.parameters(), *_generators(model))}
+        for parameter in _may_be_written(model):
+            shared.pop(id(parameter), None)
         copied = copy.deepcopy(model, shared)
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
@@ -67,6 +69,14 @@ def mixers_in_run(
     return innermost(
         {names[m]: frozenset(kinds) for m, kinds in kinds_by_module.items() if m in names}
     )
+
+
+def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of modules, and of their layers, whose code writes to tensors."""
+    for module in model.modules():
+        if writes(type(module)):
+            for part in (module, *module.children()):
+                yield from part.parameters(recurse=False)
 
 
 def _generators(model: nn.Module) -> list[torch.Generator]:

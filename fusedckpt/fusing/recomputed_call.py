@@ -17,11 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd import phases
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.entry import run_checkpoint
+from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing import shared_layers
 from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.written_tensors import is_constant
+
+# attribute of a module: the name of a parameter that its forward writes, "" for none, None before
+# its first call
+WRITES = "_fusedckpt_writes"
 
 
 class RepeatableForward:
@@ -57,8 +63,23 @@ class RepeatableForward:
                 # a copy, as each context is entered once at a time
                 return self._context.copy().run(self._run, args)
         self._is_first = False
+        if self.__self__.__dict__.get(WRITES, "") is None:
+            return self._run_first(args)
         result = self._run(args)
-        self._state.end()
+        if self._state.end():
+            self.__self__.__dict__[WRITES] = self._state.written_parameter()
+        return result
+
+    def _run_first(self, args: Sequence[Any]) -> Any:
+        """Run the forward, and save its tensors as ever if it writes what has no copy."""
+        segment = phases.current()
+        is_own = isinstance(segment, Segment) and segment.calls[-1].fn is self
+        if is_own:
+            segment.provisional = []
+        result = self._run(args)
+        if not self._state.end() and is_own:
+            segment.provisional = None
+        self.__self__.__dict__[WRITES] = self._state.written_parameter()
         return result
 
     def _run(self, args: Sequence[Any]) -> Any:

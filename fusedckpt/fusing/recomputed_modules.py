@@ -27,7 +27,7 @@ from fusedckpt.checkpointing.segment import Segment, segment_of
 from fusedckpt.fusing.call_state import is_noted
 from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
-from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
+from fusedckpt.fusing.recomputed_call import WRITES, needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -146,7 +146,7 @@ class Recomputed(Swapped):
                 self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
             if reason is not None:
                 fallbacks.note_fallback(self, reason)
-            elif not dispatch.has_hooks(self):
+            elif not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
                 index.put(result, index.MODULE, source, *self.parameters())
@@ -173,6 +173,8 @@ def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | No
     match = getattr(module, "_fusedckpt_match", None)
     if match is not None and isinstance(module, Recomputed):
         return module._mlp_obstacle(match, values)
+    if written := module.__dict__.get(WRITES):
+        return NotFused("writes itself", written)
     for value in values:
         for part in objects_in(value) if type(value) not in ATOMS else ():
             is_known = isinstance(part, Tensor) or is_noted(part)

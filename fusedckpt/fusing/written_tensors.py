@@ -58,10 +58,12 @@ class WrittenTensors:
         self._copies: dict[int, tuple[Tensor, Argument | Tensor | None]] = {}
         # of buffers that the call did not write
         self._digests: dict[int, Tensor | None] = {}
+        # after the call: the tensors that it wrote and that have no copy, None for no member
+        self.uncopied: list[ModuleTensor | None] = []
         for member in members:
             if member.is_buffer:
                 is_small = member.tensor.nbytes <= SMALL
-                self._copy_if_written(member.tensor, is_small or _writes(type(member.module)))
+                self._copy_if_written(member.tensor, is_small or writes(type(member.module)))
         for tensor, _ in others:
             self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= SMALL)
 
@@ -78,15 +80,23 @@ class WrittenTensors:
         """Learn, after the call, which tensors it wrote."""
         for member in self._members:
             if member.is_buffer or versions_of(member.tensor) != (member.version,):
-                self._learn(member.tensor, member.version, _digest)
+                self._learn(member.tensor, member.version, _digest, member)
         for tensor, version in self._others:
-            self._learn(tensor, version, lambda _: None)
+            self._learn(tensor, version, lambda _: None, None)
         self._others = ()
 
-    def _learn(self, tensor: Tensor, version: int, digest: Callable[[Tensor], Any]) -> None:
+    def _learn(
+        self,
+        tensor: Tensor,
+        version: int,
+        digest: Callable[[Tensor], Any],
+        member: ModuleTensor | None,
+    ) -> None:
         if versions_of(tensor) != (version,):
             # without a copy, a recompute still leaves it as it is
-            self._copies.setdefault(id(tensor), (tensor, None))
+            _, copy = self._copies.setdefault(id(tensor), (tensor, None))
+            if copy is None:
+                self.uncopied.append(member)
             _KNOWN[tensor] = True
             return
         known = _KNOWN.get(tensor)
@@ -143,6 +153,7 @@ def _digest(tensor: Tensor) -> Tensor | None:
 
 
 @cache
-def _writes(kind: type[nn.Module]) -> bool:
+def writes(kind: type[nn.Module]) -> bool:
     """Whether the code of a class writes to tensors in place."""
-    return any(name.endswith("_") and not name.endswith("__") for name in names_in_forward(kind))
+    names = names_in_forward(kind)
+    return "data" in names or any(n.endswith("_") and not n.endswith("__") for n in names)

@@ -45,6 +45,10 @@ WORDS = {
         "called with a {}, a module, whose state its recompute would not bring back",
         "make that module a child of it",
     ),
+    "writes itself": (
+        "its forward writes its parameter {}, and would write it twice",
+        "write it outside of the forward",
+    ),
     "again": (
         "its {} would save more than four times its result, and runs again in backward",
         "nothing is to be done; a kernel of it without dropout would run once",

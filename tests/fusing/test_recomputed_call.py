@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from fusedckpt import fuse, report, unfuse
+from fusedckpt.layers.fallbacks import take_fallback
 
 D, BIG = 4, 1 << 15
 
@@ -273,3 +274,69 @@ def test_nothing_but_saved_tensors_lives_on(attention):
     found = report(model, torch.randn(2, rows, width))
     # states of random number generators
     assert sum(found.held.values()) < 2 * 16384 < 2 * rows * width * 4
+
+
+class Written(Attention):
+    """Writes one of its own parameters before it reads it, every so many calls."""
+
+    every = 1
+
+    def __init__(self, after):
+        super().__init__(after)
+        self.gain = nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        self.n += 1
+        if self.n % self.every == 0:
+            self.write()
+        return super().forward(x * self.gain)
+
+    def write(self):
+        with torch.no_grad():
+            self.gain.mul_(1.5)
+            self.out.weight.clamp_(-0.1, 0.1)
+
+
+def one_call(model):
+    x = torch.ones(2, 3, D, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    model.zero_grad()
+    model(x).square().sum().backward()
+    return [
+        x.grad,
+        *(p.grad for p in model.parameters()),
+        *(p.detach() for p in model.parameters()),
+    ]
+
+
+@pytest.mark.parametrize("is_read_again", [False, True])
+def test_a_module_that_writes_its_own_parameter(is_read_again):
+    """Runs as eager in its first call and in all later ones, and a norm of it, too."""
+    eager, fused = models(kind=Written)
+    if is_read_again:
+        eager.append(nn.LayerNorm(D).double().to(DEVICE))
+        fused.append(copy.deepcopy(eager[2]))
+        fuse(fused)
+    for _ in range(3):
+        assert_same(one_call(eager), one_call(fused))
+    assert str(take_fallback(fused[1])).startswith("its forward writes its parameter gain")
+    unfuse(fused)
+    assert not [name for name in vars(fused[1]) if name.startswith("_fusedckpt")]
+
+
+def test_a_parameter_that_is_written_for_the_first_time_later(monkeypatch):
+    monkeypatch.setattr(Written, "every", 2)
+    eager, fused = models(kind=Written)
+    assert_same(one_call(eager), one_call(fused))
+    one_call(eager)
+    with pytest.raises(RuntimeError, match=r"its forward wrote its parameter (gain|out.weight)"):
+        one_call(fused)
+    fused.load_state_dict(eager.state_dict())
+    assert_same(one_call(eager), one_call(fused))
+
+
+def test_a_batch_writes_no_parameter():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(D), Written(AFTER["nothing"])).to(DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    fuse(model, batch=torch.ones(2, 3, D, device=DEVICE))
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
