@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from fusedckpt.blocks.builder import GATED, PACKED, Linears
 from fusedckpt.blocks.call import BlockCall
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.late import WeightRead, hand_over
-from fusedckpt.blocks.layer import Layer
+from fusedckpt.blocks.layer import Layer, LinearLayer, Pairs
 from fusedckpt.blocks.operands import (
     LinearNames,
     LinearParts,
@@ -52,7 +52,9 @@ class Block(torch.autograd.Function):
         needs = ctx.needs_input_grad[2:]
         if True not in needs:
             phase = None
-        saved = call.saved(needs, None if phase is None else phase.levels)
+        levels_now = None if phase is None else phase.levels
+        # without a call, where it was planned before
+        saved = call.save_plans.get((needs, levels_now)) or call.save_plan(needs, levels_now)
         inputs = list(map(tensors.__getitem__, saved.inputs))
         params = list(map(tensors.__getitem__, saved.params))
         quantized = None
@@ -156,52 +158,61 @@ def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) ->
     return x + y if call.adds_residual_outside else y
 
 
-def run_linears(
-    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
+def run_layer(
+    layer: Layer,
+    x: Any,
+    between: Sequence[Any],
+    linears: Pairs = (),
+    prepare: Callable[..., Sequence[Any]] | None = None,
 ) -> Any:
-    """Run a layer, its linears as pairs of weight and bias.
+    """Run a layer, the one way into kernels, compiled code and the eager reference.
 
-    Returns None where the layer's module is to call its own children.
+    Returns None where the layer's module is to compute the call itself.
 
     between: the tensors between x and the linears: a norm's, a head's target, experts' routing.
+    linears: pairs of weight and bias.
+    prepare: is called with the tensors between when all fits, before any work. It refuses values,
+    and returns the tensors as the program takes them.
     """
     if private.num_function_modes() and tracker.sees_alone():
-        return tracker.outside_mode(run_linears, layer, x, between, linears)
+        return tracker.outside_mode(run_layer, layer, x, between, linears, prepare)
     if eager.forced.is_on:
         return layer.reference(x, between, linears)
-    if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
-        return _compiled(layer, x, between, linears)
-    described = layer
-    tensors = list(chain.from_iterable(linears))
+    described: Any = layer
+    tensors: Sequence[Any] = ()
     dense = tensors
-    if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
-        described, tensors, dense = _operands_of(layer, x, between, linears)
+    if linears:
+        if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
+            return _compiled(described, x, between, linears)
+        dense = tensors = list(chain.from_iterable(linears))
+        if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
+            described, tensors, dense = _operands_of(described, x, between, linears)
     call, phase, _ = dispatch.decide(described, x, *between, *dense)
+    prepared = between if prepare is None else prepare(*between)
     if call is None:
         return None if layer.is_module else layer.reference(x, between, linears)
     # a checkpoint's forward and recompute save alike, at every level
     saves_half = call.level == "gate" and (phase is None or phase.levels is None)
-    halves = described.split_packed(linears, saves_half)
-    if halves is not None:
-        split, pairs = halves
-        return run_linears(split, x, between, pairs)
-    return apply(call, phase, x, *between, *tensors)
+    if saves_half or call.num_seeds:
+        halves = described.split_packed(linears, saves_half)
+        if halves is not None:
+            split, pairs = halves
+            return run_layer(split, x, between, pairs)
+    return apply(call, phase, x, *prepared, *tensors)
 
 
 class Operands(NamedTuple):
     """The tensors of a layer's linears, in order, adapters and quantized weights apart."""
 
     # a record that describes the adapters and quantized weights
-    layer: Layer
+    layer: LinearLayer
     # the tensors that a call computes on
     tensors: list[Any]
     # the tensors that a decision sees: None for a quantized weight, which the record describes
     dense: list[Any]
 
 
-def _operands_of(
-    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
-) -> Operands:
+def _operands_of(layer: LinearLayer, x: Tensor, between: Sequence[Any], linears: Pairs) -> Operands:
     """Return the operands of linears of which some are adapted or quantized."""
     names = layer.linears.names
     layer.check(levels.override.level)
@@ -218,7 +229,7 @@ def _operands_of(
 
 
 def _adapted(
-    layer: Layer, names: tuple[LinearNames, ...], parts: Sequence[LinearParts]
+    layer: LinearLayer, names: tuple[LinearNames, ...], parts: Sequence[LinearParts]
 ) -> Operands:
     """Return a layer whose record describes the parts of its linears, and their tensors."""
     described = list[LinearParts]()
@@ -232,9 +243,7 @@ def _adapted(
     return Operands(layer._replace(linears=Linears(names, tuple(described))), tensors, dense)
 
 
-def _compiled(
-    layer: Layer, x: Tensor, between: Sequence[Any], linears: Sequence[tuple[Any, Any]]
-) -> Any:
+def _compiled(layer: LinearLayer, x: Tensor, between: Sequence[Any], linears: Pairs) -> Any:
     """Trace a call as its eager reference; None where a module's children are to be called."""
     tensors = [t for pair in linears for t in pair]
     is_adapted = bool(layer.linears) and are_adapted(linears)

@@ -157,7 +157,8 @@ class BlockCall:
         # the name by which ops find it: a description, and a number, as shapes are not described
         self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
         CALLS[self.key] = self
-        self._saved: dict[Any, SavePlan] = {}
+        # by the gradients that may be wanted, and a phase's levels
+        self.save_plans: dict[tuple[Flags, PhaseLevels | None], SavePlan] = {}
         self._backward: dict[Any, Schedule] = {}
 
     def flags_of(self, level: str) -> Flags:
@@ -165,17 +166,16 @@ class BlockCall:
         count = len(self.program.gemm_outputs)
         return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
 
-    def saved(self, needs: Flags, levels: PhaseLevels | None) -> SavePlan:
-        """Return the tensors to save; levels: a phase's, None for the call's own."""
+    def save_plan(self, needs: Flags, levels: PhaseLevels | None) -> SavePlan:
+        """Plan the tensors to save, once; levels: a phase's, None for the call's own."""
         key = needs, levels
-        if key not in self._saved:
-            has_beside = levels is None and bool(self.program.saved_beside)
-            if levels is None:
-                levels = PhaseLevels(self.level, self.level)
-            elif self.level_in_checkpoint is not None:
-                levels = PhaseLevels(self.level_in_checkpoint, self.level_in_checkpoint)
-            self._saved[key] = self._planned(needs, levels, has_beside)
-        return self._saved[key]
+        has_beside = levels is None and bool(self.program.saved_beside)
+        if levels is None:
+            levels = PhaseLevels(self.level, self.level)
+        elif self.level_in_checkpoint is not None:
+            levels = PhaseLevels(self.level_in_checkpoint, self.level_in_checkpoint)
+        self.save_plans[key] = self._planned(needs, levels, has_beside)
+        return self.save_plans[key]
 
     def _planned(self, needs: Flags, levels: PhaseLevels, has_beside: bool) -> SavePlan:
         """Plan the tensors to save."""

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from fusedckpt.autograd import private
+from fusedckpt.autograd import dispatch, private
+from fusedckpt.blocks import eager
 from fusedckpt.kernels import grouped, routed
 
 
@@ -148,11 +149,17 @@ def run(fn: Callable[..., Any], saved: tuple[int, ...], *args: Any) -> Any:
     return checkpoint(fn, *args, use_reentrant=False, context_fn=_CONTEXTS[saved])
 
 
-def run_norm(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Run the reference of a norm; backward recomputes its result from x for every reader."""
+def run_norm(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """Run the reference of a norm, from which torch.compile saves the tensors that it reads.
+
+    Backward recomputes its result for every reader.
+    """
+    is_traced = torch.compiler.is_compiling() and not eager.forced.is_on
+    if not is_traced or dispatch.is_recorded(tensors[0]) or not dispatch.are_plain(*tensors):
+        return fn(*tensors)
     if not _saves():
-        return fn(x)
-    return checkpoint(fn, x, use_reentrant=False, context_fn=_NORM_CONTEXTS)
+        return fn(*tensors)
+    return checkpoint(fn, *tensors, use_reentrant=False, context_fn=_NORM_CONTEXTS)
 
 
 def _saves() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch
 from fusedckpt.autograd.dispatch import Context, Operand
-from fusedckpt.blocks import validate
+from fusedckpt.blocks import compiled, validate
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import Layout
 from fusedckpt.blocks.operands import NormSpec, sums_dtype
@@ -100,6 +101,8 @@ class GatedNormOptions(NamedTuple):
     is_module: bool = False
     # the tensors of a call
     operands = (Operand("x"), Operand("gate"), Operand("weight", is_optional=True))
+    # it has none
+    linears = ()
 
     def check(self, override: str | None, weight: Any = True) -> str:
         """Return the activation; refuse options that mean nothing."""
@@ -123,6 +126,12 @@ class GatedNormOptions(NamedTuple):
             offset=float(self.offset),
             cast=self.cast,
         )
+
+    def reference(self, x: Any, between: Sequence[Any], linears: Any = ()) -> Tensor:
+        """Return the result by torch's own ops; between: the gate and the weight."""
+        gate, weight = between
+        rule = self.rule(x.dtype, self.check(None, weight))
+        return compiled.run_norm(partial(eager_gated_norm, rule, weight=weight), x, gate)
 
     def plan(self, context: Context, *metas: Any) -> Any:
         """Refuse arguments that do not fit; return None where only eager may run."""

@@ -103,9 +103,10 @@ class HeadOptions(NamedTuple):
             arguments.integer(name, "chunks", self.chunks, 1)
         return levels.level_of(name, self.save, override, "inputs", LEVELS)
 
-    def reference(self, x: Any, norm: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
-        """Return the statistics by torch's own ops; norm: the target alone."""
-        return eager_statistics(eager.linear(x, *linears[0]), norm[0], self.rule)
+    def reference(self, x: Any, between: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
+        """Return the statistics by torch's own ops; between: the target alone."""
+        (target,) = between
+        return eager_statistics(eager.linear(x, *linears[0]), target.unsqueeze(-1), self.rule)
 
     def split_packed(self, linears: Any, saves_half: bool) -> None:
         """Return None: no weight is packed."""
@@ -146,12 +147,12 @@ class HeadOptions(NamedTuple):
             "casts": True,
         }
         fields = {"dtype": dtype, "gemm_outputs": ("z",), "saved_beside": ("y",)}
-        return b.build(name, {"x": x, "target": target}, ["y"], fields, **how)
+        column = target._replace(shape=torch.Size((*target.shape, 1)))
+        return b.build(name, {"x": x, "target": column}, ["y"], fields, **how)
 
     def _check(self, x: Meta, target: Meta) -> None:
         validate.check_integers(self.name, "target", target, x, (torch.int64,))
-        # with a last dimension where it is run
-        if tuple(target.shape) not in (tuple(x.shape[:-1]), (*x.shape[:-1], 1)):
+        if target.shape != x.shape[:-1]:
             raise ValueError(
                 f"{self.name}: target must be {list(x.shape[:-1])}, as x is {list(x.shape)}, got "
                 f"{list(target.shape)}"

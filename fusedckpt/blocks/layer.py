@@ -1,10 +1,10 @@
 """The protocol of a layer: a record of options, which plans a call from its tensors' shapes.
 
-Read this first. Three records are layers: `programs.BlockOptions` (linears with a norm before them,
+Read this first. Five records are layers: `programs.BlockOptions` (linears with a norm before them,
 and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` and
-`gated_norm.GatedNormOptions` plan their calls alike, but have no linears. The path of a call:
+`gated_norm.GatedNormOptions`, which have no linears. The path of a call:
 
-    run_linears(layer, x, between, linears)       block.py: eager, compiled, or
+    run_layer(layer, x, between, linears)         block.py: eager, compiled, or
         dispatch.decide(layer, x, ...)            the decision, remembered for equal records
             layer.plan(context, *metas)           the program of its steps, checked
         apply(call, phase, x, ...)                autograd's Function runs its schedules
@@ -29,23 +29,27 @@ Pairs = Sequence[tuple[Any, Any]]
 
 
 class Layer(Decided, Protocol):
-    """A layer of linears, as `block.run_linears` runs it."""
+    """A layer, as `block.run_layer` runs it."""
 
     @property
     def linears(self) -> Any:
         """Return the names of its linears, and the parts of adapted and quantized weights."""
         ...
 
+    def reference(self, x: Any, between: Any, linears: Pairs, /) -> Any:
+        """Return the result by torch's own ops, which every kernel is compared with."""
+        ...
+
+
+class LinearLayer(Layer, Protocol):
+    """A layer of linears."""
+
     @property
     def num_seeds(self) -> int:
         """Return how many seeds its own dropouts draw for each call."""
         ...
 
-    def reference(self, x: Any, between: Any, linears: Pairs, /) -> Any:
-        """Return the result by torch's own ops, which every kernel is compared with."""
-        ...
-
-    def split_packed(self, linears: Pairs, saves_half: bool, /) -> tuple[Layer, Pairs] | None:
+    def split_packed(self, linears: Pairs, saves_half: bool, /) -> tuple[LinearLayer, Pairs] | None:
         """Return the layer of a packed weight's halves, and these; None to run it packed."""
         ...
 
@@ -56,4 +60,4 @@ class Layer(Decided, Protocol):
         """
         ...
 
-    def _replace(self, **fields: Any) -> Layer: ...
+    def _replace(self, **fields: Any) -> LinearLayer: ...

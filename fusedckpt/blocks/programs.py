@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
-from fusedckpt.blocks import eager, run, validate
+from fusedckpt.blocks import compiled, eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.operands import (
@@ -299,13 +300,16 @@ class NormOptions(NamedTuple):
     cast: str = "torch"
     # whether a module asks, which may run its own forward
     is_module: bool = False
-    # the tensors of a call
-    operands = (
-        Operand("x"),
-        Operand("residual", is_optional=True),
-        Operand("weight", is_optional=True),
-        Operand("bias", is_optional=True),
-    )
+    # whether a residual is added to x first; the sum is a result, too
+    adds: bool = False
+    # it has none
+    linears = ()
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors of a call."""
+        parameters = [Operand(key, is_optional=True) for key in ("weight", "bias")]
+        return (Operand("x"), *([Operand("residual")] if self.adds else []), *parameters)
 
     def check(self, override: str | None, weight: Any = True) -> None:
         """Refuse options that mean nothing."""
@@ -316,21 +320,33 @@ class NormOptions(NamedTuple):
     def _spec(self, weight: Any, bias: Any) -> NormSpec:
         return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
 
+    def reference(self, x: Any, between: Sequence[Any], linears: Any = ()) -> Any:
+        """Return the results by torch's own ops; between: a residual, weight and bias."""
+        *residuals, weight, bias = between
+        shape = self.normalized_shape
+        if not dispatch.is_recorded(x):
+            # torch's own takes no numbers of numpy
+            shape = validate.normalized_shape(self.name, shape)
+        total = x + residuals[0] if residuals else x
+        norm = partial(eager.norm, self, shape=shape, weight=weight, bias=bias)
+        y = compiled.run_norm(norm, total)
+        return (y, total) if residuals else y
+
     def plan(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
-        residual, weight, bias = metas
+        *residuals, weight, bias = metas
         name = self.name
         spec = self._spec(weight, bias)
         self.check(context.level, weight)
         shape = validate.normalized_shape(name, self.normalized_shape)
         if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
             return dispatch.OWN_FORWARD
-        validate.check_tensors(name, self.operands, (x, residual, weight, bias))
+        validate.check_tensors(name, self.operands, (x, *metas))
         b = Builder(context, x.dtype)
         inputs = {"x": x}
         reads = "x"
         keeps = ()
-        if residual is not None:
+        for residual in residuals:
             must = "must have the shape of x,"
             validate.check_shape(name, "residual", residual, *x.shape, must=must)
             inputs["residual"] = residual

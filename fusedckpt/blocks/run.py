@@ -88,7 +88,7 @@ def backward(
     """
     results = call.program.results
     products = tuple(map(IS_PRESENT, map(saved.get, call.program.gemm_outputs)))
-    has_beside = call.has_beside(saved)
+    has_beside = bool(call.program.saved_beside) and call.has_beside(saved)
     code = call.backward(wanted, products, tuple(map(IS_PRESENT, dys)), donates, has_beside)
     with below():
         args = _arguments(call, code, saved, dys)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.fusing.mlp_reader import MLPMatch, MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
@@ -98,9 +98,9 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     if hidden:
         options = options._replace(dropout=hidden, output_dropout=result)
     if sharding is None:
-        y = run_linears(options, x, (), operands)
+        y = run_layer(options, x, (), operands)
     else:
-        y = sharded.run_on_shards(lambda x: run_linears(options, x, (), operands), x, sharding)
+        y = sharded.run_on_shards(lambda x: run_layer(options, x, (), operands), x, sharding)
     if result and not hidden:
         # it draws as before
         y = functional.dropout(y, result, inplace=match.writes_result)

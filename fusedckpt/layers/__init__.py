@@ -1,6 +1,6 @@
 """The fused layers that users call: functions and modules.
 
-Each makes a record of its options and calls blocks.block.run_linears, or, of a norm alone, apply.
+Each makes a record of its options and calls blocks.block.run_layer.
 
     linear, mlp, norm_linear, experts, head   a layer: its function, and its module
     norm, gated_norm, ms_norm, approximate    norms; the paper's norms and activations

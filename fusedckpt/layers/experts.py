@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.experts import LEVELS, ExpertOptions, kinds_in
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.gating import ClampedSwiGLU
@@ -82,7 +82,7 @@ def experts(
     kinds = kinds_in(activation)
     options = ExpertOptions("experts", activation, is_transposed, save, chunks=chunks, kinds=kinds)
     weights = [(gate_up, gate_up_bias), (down, down_bias)]
-    return run_linears(options, x, (index, scores), weights)
+    return run_layer(options, x, (index, scores), weights)
 
 
 class Experts(nn.Module):
@@ -164,7 +164,7 @@ class Experts(nn.Module):
         options = self._options(self.activation, self.save, self.chunks)
         routing = (index, scores)
         pairs = self._pairs()
-        y = run_linears(options, input, routing, pairs)
+        y = run_layer(options, input, routing, pairs)
         return options.reference(input, routing, pairs) if y is None else y
 
     def extra_repr(self) -> str:

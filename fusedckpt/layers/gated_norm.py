@@ -5,29 +5,14 @@ Backward recomputes statistics, the normalized rows and the gate's activation.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.blocks import compiled, eager
-from fusedckpt.blocks.block import apply
-from fusedckpt.blocks.gated_norm import GatedNormOptions, eager_gated_norm
-
-
-def _run(options: GatedNormOptions, x: Any, gate: Any, weight: Any) -> Tensor:
-    """Run the Function for a call, or its eager reference."""
-    if not eager.forced.is_on:
-        call, phase, _ = dispatch.decide(options, x, gate, weight)
-        if call is not None:
-            return apply(call, phase, x, gate, weight)
-    rule = options.rule(x.dtype, options.check(None, weight))
-    traced = torch.compiler.is_compiling() and not eager.forced.is_on
-    if traced and not dispatch.is_recorded(x) and dispatch.are_plain(x, gate):
-        return compiled.run_norm(partial(eager_gated_norm, rule, gate=gate, weight=weight), x)
-    return eager_gated_norm(rule, x, gate, weight)
+from fusedckpt.autograd import arguments
+from fusedckpt.blocks.block import run_layer
+from fusedckpt.blocks.gated_norm import GatedNormOptions
 
 
 def gated_rms_norm(
@@ -75,7 +60,7 @@ def gated_rms_norm(
     options = GatedNormOptions(
         normalized_shape, eps, activation, groups, gates_first, offset=offset, cast=cast
     )
-    return _run(options, x, gate, weight)
+    return run_layer(options, x, (gate, weight))
 
 
 class GatedRMSNorm(nn.Module):
@@ -127,7 +112,9 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize x [..., N] with a gate [..., N]."""
-        return _run(self.options, x, gate, self.weight)
+        tensors = gate, self.weight
+        y = run_layer(self.options, x, tensors)
+        return self.options.reference(x, tensors) if y is None else y
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"

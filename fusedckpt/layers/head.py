@@ -8,6 +8,7 @@ GEMMs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.head import LEVELS, HeadOptions
-from fusedckpt.blocks.operands import LoRA, are_adapted
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.cross_entropy import LogitRule
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -151,18 +152,16 @@ def _check(name: str, reduction: Any, smoothing: Any, z_loss: Any, num_items: An
 def _statistics(options: HeadOptions, x: Tensor, weight: Any, target: Tensor, bias: Any) -> Tensor:
     """Return [..., 4] of each token: see `kernels/cross_entropy.py`."""
     validate.check_tensor(options.name, "target", target)
-    _check_call(options, x, weight, target, bias)
-    return run_linears(options, x, (target.unsqueeze(-1),), [(weight, bias)])
+    prepare = partial(_column, options, x, weight)
+    return run_layer(options, x, (target,), [(weight, bias)], prepare)
 
 
-def _check_call(options: HeadOptions, x: Any, weight: Any, target: Tensor, bias: Any) -> None:
-    """Refuse tensors that do not fit, before any work."""
-    is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(x)
-    if not (is_traced or are_adapted([(weight, bias)])):
-        dispatch.decide(options, x, target, weight, bias)
+def _column(options: HeadOptions, x: Any, weight: Any, target: Tensor) -> tuple[Tensor]:
+    """Return the target as a column, [..., 1]; refuse values that are no classes."""
     is_read = type(target) is Tensor and target.device.type != "meta"
-    if is_read and not is_traced and not private.are_transforms_active():
+    if is_read and not private.are_transforms_active() and not dispatch.is_recorded(x):
         _check_range(options, target, weight)
+    return (target.unsqueeze(-1),)
 
 
 def _check_range(options: HeadOptions, target: Tensor, weight: Any) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.blocks import programs, validate
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import LINEAR, Linears
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.programs import BlockOptions
@@ -55,7 +55,7 @@ def linear_act(
     """
     name = "linear_act"
     options = BlockOptions(name, name, _LINEARS, activation, save=save, kernel=kernel)
-    return run_linears(options, x, (), [(weight, bias)])
+    return run_layer(options, x, (), [(weight, bias)])
 
 
 class Linear(nn.Linear):
@@ -99,7 +99,7 @@ class Linear(nn.Linear):
             is_module=True,
         )
         pair = self.weight, self.bias
-        y = run_linears(options, input, (), [pair])
+        y = run_layer(options, input, (), [pair])
         return options.reference(input, (), [pair]) if y is None else y
 
     def extra_repr(self) -> str:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import eager
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
@@ -96,7 +96,7 @@ def mlp(
         dropout=dropout,
         output_dropout=output_dropout,
     )
-    return run_linears(options, x, tensors, [(fc1_weight, fc1_bias), (fc2_weight, fc2_bias)])
+    return run_layer(options, x, tensors, [(fc1_weight, fc1_bias), (fc2_weight, fc2_bias)])
 
 
 def gated_mlp(
@@ -156,7 +156,7 @@ def gated_mlp(
         output_dropout=output_dropout,
     )
     linears = [(gate_weight, gate_bias), *up, (down_weight, down_bias)]
-    return run_linears(options, x, tensors, linears)
+    return run_layer(options, x, tensors, linears)
 
 
 class _Block(nn.Module):
@@ -242,7 +242,7 @@ class _Block(nn.Module):
                 whole = options._replace(
                     name=options.caller, norm=bare, kinds=kinds, normalized_shape=shape
                 )
-            y = run_linears(whole, input, tensors, pairs)
+            y = run_layer(whole, input, tensors, pairs)
             if y is not None:
                 return y
         # the children are called: invalid options raise here, too
@@ -250,7 +250,7 @@ class _Block(nn.Module):
         n = input if norm is None else norm(input)
         y = None
         if are_linears and not is_norm:
-            y = run_linears(options._replace(residual=False), n, (), pairs)
+            y = run_layer(options._replace(residual=False), n, (), pairs)
         if y is None:
             y = self._called(options, n, linears)
         return input + y if self.residual else y
@@ -277,7 +277,7 @@ class _Block(nn.Module):
         else:
             pairs = [(linear.weight, linear.bias) for linear in linears]
             shards = sharded.shards_of(pairs, sharding.mesh)
-            y = sharded.run_on_shards(lambda n: run_linears(options, n, (), shards), n, sharding)
+            y = sharded.run_on_shards(lambda n: run_layer(options, n, (), shards), n, sharding)
         y = eager.dropout(y, output_dropout)
         return sharded.placed_as_output(input, sharding) + y if residual else y
 

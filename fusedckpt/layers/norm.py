@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
-from fusedckpt.blocks import compiled, eager, reader, validate
-from fusedckpt.blocks.block import apply
+from fusedckpt.blocks import reader, validate
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import fallbacks, sharded
@@ -27,56 +27,27 @@ _RMS_FORWARD = dispatch.own_forward(nn.RMSNorm)
 _LAYER_FORWARD = dispatch.own_forward(nn.LayerNorm)
 
 
-def _run(options: NormOptions, x: Tensor, residual: Tensor | None, weight: Any, bias: Any) -> Any:
-    """Run the Function for a call, or its eager reference."""
-    if private.num_function_modes() and tracker.sees_alone():
-        return tracker.outside_mode(_run, options, x, residual, weight, bias)
-    shape = options.normalized_shape
-    call = None
-    phase = None
-    if options.name.startswith("add"):
-        validate.check_tensor(options.name, "residual", residual)
-    if isinstance(shape, tuple) and bool in map(type, shape):
-        # True equals 1, which would be remembered: a value that is no tuple is looked at anew
-        options = options._replace(normalized_shape=list(shape))
-    if not eager.forced.is_on:
-        call, phase, _ = dispatch.decide(options, x, residual, weight, bias)
-    if call is not None:
-        inputs = (x,) if residual is None else (x, residual)
-        return apply(call, phase, *inputs, weight, bias)
-    if not dispatch.is_recorded(x):
-        # torch's own takes no numbers of numpy
-        shape = validate.normalized_shape(options.name, shape)
-    total = x if residual is None else x + residual
-    y = _eager(options, total, shape, weight, bias)
-    return y if residual is None else (y, total)
-
-
-def _eager(options: NormOptions, x: Tensor, shape: Any, weight: Any, bias: Any) -> Tensor:
-    """Run the eager reference of a norm, which torch.compile recomputes in backward."""
-    traced = torch.compiler.is_compiling() and not eager.forced.is_on
-    if traced and not dispatch.is_recorded(x) and dispatch.are_plain(x):
-        run = partial(eager.norm, options, shape=shape, weight=weight, bias=bias)
-        return compiled.run_norm(run, x)
-    return eager.norm(options, x, shape, weight, bias)
+def _remembered(shape: Shape) -> Shape:
+    """Return a shape by which a decision may be remembered: True equals 1 in a tuple."""
+    return list(shape) if isinstance(shape, tuple) and bool in map(type, shape) else shape
 
 
 def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias: Any) -> Tensor:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
     if private.num_function_modes() and tracker.sees_alone():
         return tracker.outside_mode(_called, norm, options, x, weight, bias)
-    call, phase, runs_own_forward = dispatch.decide(options, x, None, weight, bias)
-    if call is not None:
-        y = apply(call, phase, x, weight, bias)
-        return y if phase is not None else reader.note_norm(norm, y, weight, bias)
-    shape = options.normalized_shape
+    y = run_layer(options, x, (weight, bias))
+    if y is not None:
+        return reader.note_norm(norm, y, weight, bias)
     if sharded.is_sharded(x):
-        y = sharded.on_rows(partial(_called, norm, options), len(shape), x, weight, bias)
+        run = partial(_called, norm, options)
+        y = sharded.on_rows(run, len(options.normalized_shape), x, weight, bias)
         if y is not None:
             return y
-    if runs_own_forward:
+    is_complex = isinstance(x, Tensor) and x.is_complex()
+    if is_complex or not dispatch.are_plain(x, weight, bias):
         fallbacks.note_fallback(norm, fallbacks.fallback_of(x, weight=weight, bias=bias))
-    return _eager(options, x, shape, weight, bias)
+    return options.reference(x, (weight, bias))
 
 
 def is_patched(norm: nn.Module) -> bool:
@@ -123,8 +94,9 @@ def rms_norm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv 1910.07467.
     """
-    options = NormOptions("rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
-    return _run(options, x, None, weight, bias=None)
+    shape = _remembered(normalized_shape)
+    options = NormOptions("rms_norm", "rms", shape, eps, offset=offset, cast=cast)
+    return run_layer(options, x, (weight, None))
 
 
 def layer_norm(
@@ -141,8 +113,8 @@ def layer_norm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv 1607.06450.
     """
-    options = NormOptions("layer_norm", "layer", normalized_shape, eps)
-    return _run(options, x, None, weight, bias=bias)
+    options = NormOptions("layer_norm", "layer", _remembered(normalized_shape), eps)
+    return run_layer(options, x, (weight, bias))
 
 
 def add_rms_norm(
@@ -160,8 +132,11 @@ def add_rms_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `rms_norm`.
     """
-    options = NormOptions("add_rms_norm", "rms", normalized_shape, eps, offset=offset, cast=cast)
-    return _run(options, x, residual, weight, bias=None)
+    name = "add_rms_norm"
+    validate.check_tensor(name, "residual", residual)
+    shape = _remembered(normalized_shape)
+    options = NormOptions(name, "rms", shape, eps, offset=offset, cast=cast, adds=True)
+    return run_layer(options, x, (residual, weight, None))
 
 
 def add_layer_norm(
@@ -177,8 +152,10 @@ def add_layer_norm(
     Saves only x + residual, the second output. x and residual must have the same shape; dtypes
     promote as in x + residual. For other arguments and errors see `layer_norm`.
     """
-    options = NormOptions("add_layer_norm", "layer", normalized_shape, eps)
-    return _run(options, x, residual, weight, bias=bias)
+    name = "add_layer_norm"
+    validate.check_tensor(name, "residual", residual)
+    options = NormOptions(name, "layer", _remembered(normalized_shape), eps, adds=True)
+    return run_layer(options, x, (residual, weight, bias))
 
 
 class RMSNorm(nn.RMSNorm):

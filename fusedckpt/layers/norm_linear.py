@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import Linears, numbered
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import BlockOptions, split_norm
@@ -65,7 +65,7 @@ def run_projections(
         normalized_shape=shape,
         is_module=shape is not None,
     )
-    ys = run_linears(options, x, tensors, linears)
+    ys = run_layer(options, x, tensors, linears)
     return (ys,) if isinstance(ys, Tensor) else ys
 
 

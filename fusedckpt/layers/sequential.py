@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_linears
+from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears, numbered
 from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
@@ -222,7 +222,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
         dropout=dropout,
         output_dropout=output_dropout,
     )
-    y = run_linears(options, x, tensors, [(linear.weight, linear.bias) for linear in linears])
+    y = run_layer(options, x, tensors, [(linear.weight, linear.bias) for linear in linears])
     return y[0] if isinstance(y, tuple) else y
 
 
