@@ -31,6 +31,7 @@ from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.memory_report import MemoryReport, report
+from fusedckpt.reporting.meta_step import estimate
 from fusedckpt.reporting.out_of_memory import report_on_oom
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_module",
     "checkpoint_sequential",
+    "estimate",
     "explain",
     "functional",
     "fuse",

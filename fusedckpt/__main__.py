@@ -1,8 +1,8 @@
 """`python -m fusedckpt [module:factory]`: versions, paths, and the report of `fuse` on a model.
 
-With --batch, --seq or --dtype it estimates the memory of a training step, without allocating it:
+`estimate` says where the memory of a training step goes, without allocating it:
 
-    python -m fusedckpt mine:llama --batch 8 --seq 4096 --dtype bfloat16
+    python -m fusedckpt estimate mine:llama --batch 8 --seq 4096 --dtype bfloat16
 """
 
 from __future__ import annotations
@@ -19,61 +19,90 @@ import torch
 from torch import nn
 
 import fusedckpt
-from fusedckpt.reporting.estimate import estimate
+from fusedckpt.reporting.factory import MadeModel, made_on_meta
+from fusedckpt.reporting.memory_text import compared
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+_FACTORY = (
+    "a function without arguments that returns a model, or a tuple that begins with one, "
+    "which is fused and named part by part; MODULE is importable from the working directory"
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print versions and the path of every function; with a factory, a report of its model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fusedckpt",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "factory",
-        nargs="?",
-        metavar="MODULE:FACTORY",
-        help="a function without arguments that returns a model, or a tuple that begins with one, "
-        "which is fused and named part by part; MODULE is importable from the working directory",
-    )
-    dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
-    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
-    parser.add_argument("--dtype", choices=dtypes, help="default dtype of the factory")
-    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim: AdamW")
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command, *others = arguments or [""]
+    if command == "estimate":
+        return _estimate(others)
+    parser = _parser("", __doc__)
+    parser.add_argument("factory", nargs="?", metavar="MODULE:FACTORY", help=_FACTORY)
+    _add_sizes(parser)
     options = parser.parse_args(arguments)
-    spec = options.factory
-    sizes = options.batch, options.seq, dtypes.get(options.dtype)
-    is_estimate = any(size is not None for size in sizes)
-    if spec is None and is_estimate:
-        parser.error("an estimate needs MODULE:FACTORY")
-    try:
-        factory = None if spec is None else _factory(spec)
-    except (AttributeError, ImportError, ValueError) as error:
-        parser.error(f"{spec}: {error}")
-    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
-    if not is_estimate:
-        print(*_paths("cpu"), sep="\n")
-        for number in range(torch.cuda.device_count()):
-            print(*_paths(f"cuda:{number}"), sep="\n")
+    if any(size is not None for size in (options.batch, options.seq, options.dtype)):
+        if options.factory is None:
+            parser.error("an estimate needs MODULE:FACTORY")
+        return _estimate(arguments)
+    factory = None if options.factory is None else _factory(parser, options.factory)
+    _print_versions()
+    print(*_paths("cpu"), sep="\n")
+    for number in range(torch.cuda.device_count()):
+        print(*_paths(f"cuda:{number}"), sep="\n")
     if factory is None:
         print("python -m fusedckpt MODULE:FACTORY prints what fuse finds in a model; --help")
-        return 0
-    if is_estimate:
-        try:
-            estimated = estimate(factory, *sizes, optimizer=options.optimizer)
-        except (TypeError, ValueError) as error:
-            parser.error(f"{spec}: {error}")
-        print(estimated.report, estimated, sep="\n\n")
         return 0
     made = factory()
     model = made[0] if isinstance(made, (tuple, list)) and made else made
     if not isinstance(model, nn.Module):
-        parser.error(f"{spec}: expected an nn.Module from it, got {type(model).__name__}")
+        came = type(model).__name__
+        parser.error(f"{options.factory}: expected an nn.Module from it, got {came}")
     print(fusedckpt.fuse(model))
     return 0
+
+
+def _estimate(arguments: list[str]) -> int:
+    """Print the estimate of a training step, before and after `fuse`."""
+    parser = _parser("estimate", "Say where the memory of a training step goes, without it.")
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help=_FACTORY)
+    _add_sizes(parser)
+    options = parser.parse_args(arguments)
+    factory = _factory(parser, options.factory)
+    _print_versions()
+    sizes = options.batch, options.seq, _DTYPES_BY_NAME.get(options.dtype)
+    try:
+        made = made_on_meta("estimate", factory, *sizes, optimizer=options.optimizer)
+        _print_estimates(made)
+    except (TypeError, ValueError) as error:
+        parser.error(f"{options.factory}: {error}")
+    return 0
+
+
+def _print_estimates(made: MadeModel) -> None:
+    eager = made.estimated()
+    found = fusedckpt.fuse(made.model)
+    fused = made.estimated()
+    head = f"Estimate of a training step of {eager.model}, {made.inputs}; nothing was allocated"
+    print(found, f"{head}\n{compared({'eager': eager, 'fused': fused})}", fused, sep="\n\n")
+
+
+def _parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m fusedckpt {command}".rstrip(),
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of a step")
+    parser.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    parser.add_argument("--dtype", choices=_DTYPES_BY_NAME, help="default dtype of the factory")
+    parser.add_argument("--optimizer", default="AdamW", help="a class of torch.optim: AdamW")
+
+
+def _print_versions() -> None:
+    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
 
 
 def _packages() -> str:
@@ -101,11 +130,15 @@ def _paths(device: str) -> list[str]:
     return [f"{device}:", *(f"  {', '.join(names)}: {paths}" for paths, names in dtypes.items())]
 
 
-def _factory(spec: str) -> Callable[[], Any]:
+def _factory(parser: argparse.ArgumentParser, spec: str) -> Callable[..., Any]:
+    """Import a factory, or end with an error of the command."""
     if ":" not in spec:
-        raise ValueError("expected module:factory")
+        parser.error(f"{spec}: expected module:factory")
     sys.path.insert(0, "")
-    return resolve_name(spec)
+    try:
+        return resolve_name(spec)
+    except (AttributeError, ImportError, ValueError) as error:
+        parser.error(f"{spec}: {error}")
 
 
 if __name__ == "__main__":

@@ -148,9 +148,15 @@ def _sharded(tensor: Tensor) -> Tensor:
 
 
 def strided(tensor: Tensor) -> list[Tensor]:
-    """Return its dense tensors: parts of a sparse or nested one, of a DTensor this rank's."""
+    """Return its dense tensors: parts of a sparse or nested one, of a DTensor this rank's.
+
+    Of a class that has other tensors in place of memory, such as a quantized weight's, those.
+    """
     if (local := local_of(tensor)) is not tensor:
         return strided(local)
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None and tensor.layout == torch.strided:
+        return [part for name in flatten()[0] for part in strided(getattr(tensor, name))]
     if tensor.layout not in _PARTS:
         return [tensor]
     tensor = tensor.detach()
@@ -179,6 +185,9 @@ def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _address(storage: torch.UntypedStorage) -> int:
+    if storage.device.type == "meta":
+        # it has no memory, and a key of its own
+        return storage_key(storage)
     try:
         return storage.data_ptr()
     except RuntimeError:

@@ -98,6 +98,18 @@ _registrations: Any = sys.modules.get("torch._meta_registrations")
 # the op of embedding bags, whose second result has one element more in memory on a CPU
 EMBEDDING_BAG: Any = getattr(_aten, "_embedding_bag", None)
 
+# the node whose backward runs, and the number of the next node that a forward makes. Without them
+# the backward of an estimate names no modules
+_current_node: Any = getattr(torch._C, "_current_autograd_node", None)
+_next_number: Any = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", None)
+
+# where optimizers ask for the devices on which they update all parameters at once by default
+_optimizers: Any = sys.modules.get("torch.optim.optimizer")
+_FOREACH_DEVICES = "_get_foreach_kernels_supported_devices"
+# and those with kernels for a whole update, and the ops of these, which have no shapes on meta
+_FUSED_DEVICES = "_get_fused_kernels_supported_devices"
+_FUSED_PREFIX = "aten::_fused_"
+
 # whether attention on meta tensors saves the tensors of a fused kernel
 HAS_ATTENTION = None not in (_choose, _fused, _formula)
 
@@ -121,6 +133,77 @@ def embedding_bag(*args: Any, **kwargs: Any) -> Any:
     count = len(bags)
     bags = bags.new_empty(count + 1)[:count] if count else bags
     return (output, bags, *others)
+
+
+def current_node() -> Any:
+    """Return the node whose backward runs in this thread, None outside of a backward."""
+    return None if _current_node is None else _current_node()
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node, which it got when it was made."""
+    read = getattr(node, "_sequence_nr", None)
+    return -1 if read is None else read()
+
+
+def last_number() -> int:
+    """Return the number of the last node that a forward made in this thread."""
+    return -1 if _next_number is None else _next_number() - 1
+
+
+@contextmanager
+def optimizers_of_a(device: torch.device) -> Iterator[None]:
+    """Let optimizers take meta tensors as they take those of a device."""
+    foreach = getattr(_optimizers, _FOREACH_DEVICES, list)
+    fused = getattr(_optimizers, _FUSED_DEVICES, list)
+    if device.type in foreach():
+        setattr(_optimizers, _FOREACH_DEVICES, lambda: [*foreach(), "meta"])
+    setattr(_optimizers, _FUSED_DEVICES, lambda: [*fused(), "meta"])
+    try:
+        yield
+    finally:
+        setattr(_optimizers, _FOREACH_DEVICES, foreach)
+        setattr(_optimizers, _FUSED_DEVICES, fused)
+
+
+def is_fused_update(func: Any) -> bool:
+    """Whether an op updates parameters and an optimizer's state, all in place."""
+    return func._schema.name.startswith(_FUSED_PREFIX) and not func._schema.returns
+
+
+def is_autocast_enabled() -> bool:
+    """Whether autocast is enabled for a CPU or a GPU; meta tensors know no autocast."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+@contextmanager
+def without_autocast(refuse: Callable[[], None]) -> Iterator[None]:
+    """Call `refuse` where code inside enables autocast."""
+    enter = torch.amp.autocast_mode.autocast.__enter__
+
+    def checked(self: Any) -> Any:
+        entered = enter(self)
+        if is_autocast_enabled():
+            self.__exit__(None, None, None)
+            refuse()
+        return entered
+
+    torch.amp.autocast_mode.autocast.__enter__ = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.amp.autocast_mode.autocast.__enter__ = enter  # type: ignore[method-assign]
+
+
+# ops that copy a sparse tensor; torch's have none of its elements on meta
+SPARSE_COPIES = (_aten.clone.default, _aten._coalesce.default)
+
+
+def sparse_copy(func: Any, x: Tensor) -> Tensor:
+    """Return a copy of a sparse meta tensor; coalesced, none: how many rows differ is a value."""
+    count = x._nnz() if func is SPARSE_COPIES[0] else 0
+    parts = x._indices()[:, :count].clone(), x._values()[:count].clone()
+    return torch.sparse_coo_tensor(*parts, x.shape, check_invariants=False)
 
 
 @contextmanager

@@ -6,6 +6,11 @@
     memory_report       the same, with the tensors that autograd saves: a MemoryReport
     memory_text, memory_plot   print and draw it (tables, figure)
 
-`estimate` takes the same step on tensors without memory (without_memory); `report_on_oom` reads
-the allocator's history of a step that failed (out_of_memory).
+`estimate` takes the same step on tensors without memory, for the same MemoryReport:
+
+    meta_step           moves model, optimizer and inputs to the meta device meanwhile
+    without_memory      ops there -> live bytes at every moment, by phase and module
+    factory             a model that a command's factory makes there
+
+`report_on_oom` reads the allocator's history of a step that failed (out_of_memory).
 """

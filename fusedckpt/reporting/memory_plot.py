@@ -19,6 +19,9 @@ MemoryReport: TypeAlias = Any
 # modules drawn; the others are one bar
 _MOST = 14
 _MIB = 2**20
+# of the axis of time: its numbers in a moment's, and its text
+_UNITS = {"ms": 1e6, "ops": 1}
+_TIMES = {"ms": "ms into the step, under the profiler", "ops": "ops into the step"}
 _KINDS = {
     "parameters": "#b8bfc9",
     "optimizer": "#9ccaa5",
@@ -33,7 +36,8 @@ def draw_memory(report: MemoryReport, path: str | Path) -> None:
     rect = (0.005, 0.01, 0.99, 0.86)
     with panels(path, "MemoryReport.plot", rect, width_ratios=(5, 6)) as (figure, axes):
         _draw_modules(axes[0], by_layer(report.saved_by_module))
-        _draw_timeline(axes[1], report.timeline, report.live_by_kind)
+        unit = "ops" if report.is_estimate else "ms"
+        _draw_timeline(axes[1], report.timeline, report.live_by_kind, unit)
         sizes = {**report.sizes, "live before the step": report.resident_bytes}
         subtitle = ", ".join(f"{kind} {size(n)}" for kind, n in sizes.items() if n is not None)
         title = f"Memory of one training step: {report.model} on {report.device}"
@@ -77,22 +81,24 @@ def _shortened(name: str) -> str:
 
 
 def _draw_timeline(
-    axes: Any, timeline: Sequence[Moment], live: Mapping[str, Sequence[int]]
+    axes: Any, timeline: Sequence[Moment], live: Mapping[str, Sequence[int]], unit: str
 ) -> None:
-    times = [moment.time_ns / 1e6 for moment in timeline]
+    scale = _UNITS[unit]
+    times = [moment.time_ns / scale for moment in timeline]
     heights = [[nbytes / _MIB for nbytes in column] for column in live.values()]
     colors = [_KINDS[kind] for kind in live]
     axes.stackplot(times, *heights, labels=[*live], colors=colors, step="post", linewidth=0)
     # every phase by name, and a line where it begins
     for name, moments in groupby(timeline, key=lambda moment: moment.phase):
-        start = next(moments).time_ns / 1e6
+        start = next(moments).time_ns / scale
         axes.axvline(start, color=FAINT, linewidth=0.9, linestyle=":")
         at: Any = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
         look: Any = {"fontsize": 8, "color": INK, "va": "bottom", "rotation": 90}
         axes.annotate(name, (start, 0.015), (2, 0), **at, **look)
-    _mark_peak(axes, max(timeline, key=lambda moment: moment.live_bytes), times[-1])
+    peak = max(timeline, key=lambda moment: moment.live_bytes)
+    _mark_peak(axes, peak, peak.time_ns / scale, times[-1])
     axes.set_xlim(0, max(times[-1], 1e-6))
-    axes.set_xlabel("ms into the step, under the profiler")
+    axes.set_xlabel(_TIMES[unit])
     axes.set_title("Live MiB")
     # beside the title
     place: Any = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
@@ -100,8 +106,8 @@ def _draw_timeline(
     axes.legend(ncols=len(live), **place, **style)
 
 
-def _mark_peak(axes: Any, peak: Moment, end: float) -> None:
-    at = peak.time_ns / 1e6, peak.live_bytes / _MIB
+def _mark_peak(axes: Any, peak: Moment, time: float, end: float) -> None:
+    at = time, peak.live_bytes / _MIB
     axes.plot(*at, "o", color=RED, markersize=6)
     # towards the side that has room
     is_late = at[0] > end / 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +32,20 @@ from fusedckpt.reporting.memory_plot import draw_memory
 from fusedckpt.reporting.memory_text import text_of_report
 from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of, replayable
-from fusedckpt.reporting.timeline import ModuleBlock, Moment, RunningModules, read_timeline
+from fusedckpt.reporting.timeline import (
+    ModuleBlock,
+    Moment,
+    RunningModules,
+    TimelineReading,
+    read_timeline,
+)
 from fusedckpt.reporting.trial import trial
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins, without_root
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The result of `report`. Sizes are bytes of distinct storages.
+    """The result of `report` and of `estimate`. Sizes are bytes of distinct storages.
 
     Modules have their names in `named_modules`; "(model)" is the model's own code, "(loss)" the
     loss, "(optimizer)" the optimizer's step.
@@ -83,6 +89,8 @@ class MemoryReport:
     recipes: tuple[RecipeGroup, ...] = ()
     # whether the model was in training mode
     is_training: bool = True
+    # whether nothing was allocated: then the peak is a lower bound, see `estimate`
+    is_estimate: bool = False
 
     @property
     def saved_bytes(self) -> int:
@@ -221,32 +229,87 @@ def report(
         torch.enable_grad(),
     ):
         step = step.with_stand_ins(replaced)
-        state_bytes = nbytes_of(step.state())
-        measured = _measured(step)
-        # the optimizer made its state in that step
-        if nbytes_of(step.state()) > state_bytes:
-            measured = _measured(step)
+        return memory_of(step, ProfiledRun(step.model), str(step.device))
+
+
+class Run(Protocol):
+    """How a step runs whose memory is followed."""
+
+    # knows the module whose forward runs
+    modules: RunningModules
+    # whether it runs without memory
+    is_estimate: bool
+
+    def fresh(self, step: Step) -> tuple[Step, list[Tensor]]:
+        """Return the step as it begins, and the tensors that exist then, see `Step.fresh`."""
+        ...
+
+    def resident(self, step: Step, held: list[Tensor]) -> int:
+        """Return the bytes of these tensors on the model's device."""
+        ...
+
+    def take(self, take: Callable[[], None], step: Step, held: list[Tensor]) -> None:
+        """Call `take`, which takes the step."""
+        ...
+
+    def reading(self, gradients: Collection[int]) -> TimelineReading:
+        """Return what was seen; gradients: the addresses of those that the step left."""
+        ...
+
+
+class ProfiledRun:
+    """Runs a step under the profiler."""
+
+    is_estimate = False
+
+    def __init__(self, model: nn.Module):
+        self.modules = RunningModules(model)
+
+    def fresh(self, step: Step) -> tuple[Step, list[Tensor]]:
+        """Return the step as it begins, and the tensors that exist then."""
+        return step.fresh()
+
+    def resident(self, step: Step, held: list[Tensor]) -> int:
+        """Return the bytes of these tensors on the device of the first one."""
+        return step.resident(held)
+
+    def take(self, take: Callable[[], None], step: Step, held: list[Tensor]) -> None:
+        """Take a step."""
+        self._resident = step.resident(held)
+        self._profile = profiled(take, held[0].device)
+
+    def reading(self, gradients: Collection[int]) -> TimelineReading:
+        """Return what was seen."""
+        return read_timeline(self._profile, self._resident, gradients)
+
+
+def memory_of(step: Step, run: Run, device: str) -> MemoryReport:
+    """Take a step, and return where its memory goes; if it made optimizer state, another step."""
+    state_bytes = nbytes_of(step.state())
+    measured = _measured(step, run, device)
+    # the optimizer made its state in that step
+    if nbytes_of(step.state()) > state_bytes:
+        measured = _measured(step, run, device)
     return measured
 
 
-def _measured(step: Step) -> MemoryReport:
+def _measured(step: Step, run: Run, device: str) -> MemoryReport:
     """Take the step from the gradients that it begins with, and report it."""
-    step, held = step.fresh()
+    step, held = run.fresh(step)
     parameters = step.parameters()
     buffers = list(step.model.buffers())
     inputs = step.inputs()
-    device = held[0].device
-    resident = step.resident(held)
-    observed = _ObservedStep(step, held)
+    resident = run.resident(step, held)
+    observed = _ObservedStep(step, held, run.modules)
     offload.num_bytes_left.clear()
     offload.stays.clear()
-    profile = profiled(observed.take, device)
+    run.take(observed.take, step, held)
     gradients = [x.grad for x in [*parameters, *inputs] if x.grad is not None]
-    timeline = read_timeline(profile, resident, addresses_of(gradients))
+    timeline = run.reading(addresses_of(gradients))
     unexplained = (x for x in timeline.held if x.address not in observed.explained)
     return MemoryReport(
         model=type(step.model).__name__,
-        device=str(device),
+        device=device,
         parameter_bytes=nbytes_of(parameters),
         buffer_bytes=nbytes_of(buffers),
         input_bytes=nbytes_of(inputs),
@@ -262,6 +325,7 @@ def _measured(step: Step) -> MemoryReport:
         not_offloaded=dict(offload.stays),
         recipes=observed.recipes,
         is_training=step.model.training,
+        is_estimate=run.is_estimate,
     )
 
 
@@ -271,10 +335,10 @@ class _ObservedStep:
     # the tensors that autograd saves in the forward
     saved: SavedTensors
 
-    def __init__(self, step: Step, held: list[Tensor]):
+    def __init__(self, step: Step, held: list[Tensor], running: RunningModules):
         self._step = step
         self._held = held
-        self._running = RunningModules(step.model)
+        self._running = running
         self.fused_calls = FusedCalls(step.model)
         self.left_graphs = LeftGraphs(step.model)
         # the tensors that recipes make

@@ -17,13 +17,19 @@ MemoryReport: TypeAlias = Any
 # modules shown; others are summed up
 _MOST = 24
 _MODULES = ("module", "saved", "share", "storages", "largest", "shared with")
+# of an estimate
+UNKNOWN = (
+    "nothing was allocated; not known: time, memory within kernels, the allocator's cache, the",
+    "CUDA context; attention counts as torch's fused kernel saves it, other functions as on a CPU",
+)
 _FUSED = ("fused modules", "ran", "modules", "saves more, up to", "first")
 
 
 def text_of_report(report: MemoryReport) -> str:
     """Return lines of bytes by kind and the peak, and tables of modules and recipes."""
     mode = "" if report.is_training else ", in eval mode"
-    lines = [f"Memory of one training step of {report.model} on {report.device}{mode}"]
+    head = "Estimated memory" if report.is_estimate else "Memory"
+    lines = [f"{head} of one training step of {report.model} on {report.device}{mode}"]
     lines += [_line(kind, nbytes) for kind, nbytes in report.sizes.items() if nbytes is not None]
     if report.held:
         lines.append(_line("held otherwise", sum(report.held.values()), _held_by(report.held)))
@@ -31,7 +37,8 @@ def text_of_report(report: MemoryReport) -> str:
         reasons = [f"{count} inputs stay: {why}" for why, count in report.not_offloaded.items()]
         lines.append(_line("offloaded", report.offloaded_bytes, "; ".join(reasons)))
     peak = report.peak
-    lines.append(_line("peak", peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
+    name = "peak, at least" if report.is_estimate else "peak"
+    lines.append(_line(name, peak.live_bytes, f"in {peak.phase}, in {peak.module}"))
     if report.left_graphs:
         lines.append(f"  {'graphs left in':20}{_listed(report.left_graphs)}, by a recompute")
     lines += ["", table(_MODULES, _module_rows(report.saved), numbers=(1, 2, 3))]
@@ -40,7 +47,22 @@ def text_of_report(report: MemoryReport) -> str:
     if report.recipes:
         rows = recipe_groups.report_rows_of(report.recipes)
         lines += ["", table(recipe_groups.HEADS, rows, numbers=(1, 2))]
+    if report.is_estimate:
+        lines += ["", *UNKNOWN]
     return "\n".join(lines)
+
+
+def compared(reports: Mapping[str, MemoryReport]) -> str:
+    """Return a table of bytes by kind and peaks, with a column for each report by its name."""
+    columns = [*reports.values()]
+    rows = [
+        (kind, *(size(report.sizes[kind]) for report in columns))
+        for kind, nbytes in columns[0].sizes.items()
+        if nbytes is not None
+    ]
+    name = "peak, at least" if columns[0].is_estimate else "peak"
+    rows.append((name, *(size(report.peak_bytes) for report in columns)))
+    return table(("", *reports), rows, numbers=range(1, len(columns) + 1))
 
 
 def _held_by(held: Mapping[str, int]) -> str:

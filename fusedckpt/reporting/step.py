@@ -67,8 +67,9 @@ class Step(NamedTuple):
         """
         mark("forward")
         with forward_context or nullcontext():
-            last_output = held[0].new_empty(self.output_bytes, dtype=torch.uint8)
-            kept = held[0].new_empty(self.kept_bytes, dtype=torch.uint8)
+            options: Any = {"dtype": torch.uint8, "device": held[0].device}
+            last_output = torch.empty(self.output_bytes, **options)
+            kept = torch.empty(self.kept_bytes, **options)
             for parameter in self.stale:
                 parameter.grad = torch.empty_like(parameter)
             output = self.model(*self.args, **self.kwargs)
@@ -260,9 +261,17 @@ def optimizers_of(caller: str, optimizer: Any) -> tuple[Optimizer, ...]:
 
 
 def check_step(
-    name: str, model: Any, loss: Any, optimizers: Sequence[Optimizer], inputs: Any
+    name: str,
+    model: Any,
+    loss: Any,
+    optimizers: Sequence[Optimizer],
+    inputs: Any,
+    needs_data: bool = True,
 ) -> None:
-    """Refuse arguments that make no training step; `name` is the public function's."""
+    """Refuse arguments that make no training step; `name` is the public function's.
+
+    needs_data: whether the step cannot be taken on tensors without memory.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name}: model must be an nn.Module, got {type(model).__name__}")
     if loss is not None and not callable(loss):
@@ -273,8 +282,11 @@ def check_step(
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
     if any(tensor.is_inference() for tensor in tensors):
         raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
-    if any(tensor.is_meta for tensor in tensors):
-        raise ValueError(f"{name}: expected tensors with data, some are on the meta device")
+    if needs_data and any(tensor.is_meta for tensor in tensors):
+        raise ValueError(
+            f"{name}: expected tensors with data, some are on the meta device: "
+            "fusedckpt.estimate takes a step on it"
+        )
     batch = [*tensors_of(inputs)]
     if batch and not any(tensor.numel() for tensor in batch):
         shapes = ", ".join(str(list(tensor.shape)) for tensor in batch[:3])

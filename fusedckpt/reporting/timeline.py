@@ -39,7 +39,7 @@ _NODE = "autograd::engine::evaluate_function: "
 class Moment(NamedTuple):
     """Live bytes after one allocation or free."""
 
-    # nanoseconds since the step began
+    # nanoseconds since the step began; of an estimate, the number of ops since
     time_ns: int
     # bytes of all memory in use
     live_bytes: int
@@ -150,7 +150,7 @@ class _Item(NamedTuple):
     """A change of memory, a marker, or the begin or end of an op or a node in a profile."""
 
     time_ns: int
-    # the name of the method of `_Reader` that takes it
+    # the name of the method of `TimelineReader` that takes it
     kind: str
     # the argument of that method
     content: Any
@@ -165,16 +165,19 @@ def read_timeline(
     """
     items = _items_of(profile)
     items.sort(key=lambda item: item.time_ns)
-    reader = _Reader(resident)
+    reader = TimelineReader(resident)
     for item in items:
         getattr(reader, item.kind)(item.content)
         if reader.phase_name and item.kind in ("memory", "phase"):
             reader.note(item.time_ns - items[0].time_ns)
-    return TimelineReading(reader.with_gradients(gradients), reader.held)
+    return reader.reading(gradients)
 
 
-class _Reader:
-    """Follows allocations, markers and autograd nodes in the order of time."""
+class TimelineReader:
+    """Follows allocations, markers and autograd nodes in the order of time.
+
+    `read_timeline` feeds it from a profile, a run on meta tensors while it runs.
+    """
 
     def __init__(self, resident: int):
         self.moments: list[Moment] = []
@@ -233,7 +236,11 @@ class _Reader:
         if block.phase == "optimizer":
             self._optimizer += nbytes
 
-    def with_gradients(self, addresses: Collection[int]) -> list[Moment]:
+    def reading(self, gradients: Collection[int] = ()) -> TimelineReading:
+        """Return the moments and held blocks of a step; gradients: addresses of those it leaves."""
+        return TimelineReading(self._with_gradients(gradients), self.held)
+
+    def _with_gradients(self, addresses: Collection[int]) -> list[Moment]:
         """Return the moments with their bytes of gradients.
 
         These are the blocks at these addresses in the end, and those that were added up to them.
@@ -276,6 +283,11 @@ class _Reader:
         """Note the module that runs the op."""
         # the number is the next node's: of all ops that show it, the last one made the node
         self._makers[place] = self.module
+
+    def first_op(self, place: tuple[int, int]) -> None:
+        """Note the module that runs the op, where the number is that of the last node so far."""
+        # the node was made before its op is seen: other ops of that number make none
+        self._makers.setdefault(place, self.module)
 
     def node(self, place: tuple[int, int]) -> None:
         """Enter a node of the backward."""

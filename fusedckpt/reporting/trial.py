@@ -102,20 +102,33 @@ def aliased(tree: Any) -> Any:
     such as dataclasses, are copied, too. Parameters stay themselves, a tensor that occurs twice is
     one again.
     """
-    return _aliased(tree, {})
+    return with_tensors(tree, _alias)
 
 
-def _aliased(tree: Any, known: dict[int, tuple[Any, Any]]) -> Any:
-    if type(tree) in ATOMS or isinstance(tree, nn.Parameter):
+def _alias(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `tree` with new containers, and `change` of each tensor, once for each."""
+    return _with_tensors(tree, change, {})
+
+
+def _with_tensors(
+    tree: Any, change: Callable[[Tensor], Tensor], known: dict[int, tuple[Any, Any]]
+) -> Any:
+    if type(tree) in ATOMS:
         return tree
     if id(tree) not in known:
         # an object inside itself refers to the caller's; it lives, so that its id is its own
         known[id(tree)] = tree, tree
         if isinstance(tree, Tensor):
-            alias: Any = tree.detach().requires_grad_(tree.requires_grad)
+            changed: Any = change(tree)
         else:
-            alias = with_parts(tree, lambda part: _aliased(part, known))
-        known[id(tree)] = tree, alias
+            changed = with_parts(tree, lambda part: _with_tensors(part, change, known))
+        known[id(tree)] = tree, changed
     return known[id(tree)][1]
 
 
@@ -195,7 +208,8 @@ class _Backup:
         if (generator := rng.of_object(value)) is not None:
             self._undo.callback(rng.RandomStates([generator]).restore)
         if isinstance(value, Tensor):
-            for part in strided(value):
+            # one on the meta device has no values
+            for part in () if value.is_meta else strided(value):
                 self._undo.callback(_restorer(part, self._copies))
         elif isinstance(value, np.ndarray) and value.flags.writeable:
             self._undo.callback(np.copyto, value, value.copy())

@@ -11,9 +11,10 @@ FSDP2 takes the first module that is called for the root, and refuses another on
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,11 +47,33 @@ def stand_ins(parallel: DistributedDataParallel | None) -> Iterator[StandIns]:
 
     Without `parallel` nothing is replaced. Optimizers have the old ones, see `Step.stand_ins`.
     """
+    if parallel is None:
+        yield {}
+        return
+    with replaced(parallel.module, _stand_in, is_replaced=attrgetter("requires_grad")) as made:
+        yield made
+
+
+@contextmanager
+def replaced(
+    model: nn.Module,
+    make: Callable[[Any], Any],
+    is_replaced: Callable[[Any], bool] = lambda parameter: True,
+) -> Iterator[StandIns]:
+    """Replace parameters of a model meanwhile; yield by old ones, new ones.
+
+    make: returns the one in the place of a parameter. is_replaced: whether a parameter is replaced.
+    """
     made: StandIns = {}
-    places = [] if parallel is None else [*_places(parallel.module)]
+    places = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and is_replaced(parameter)
+    ]
     for _, _, parameter in places:
         if parameter not in made:
-            made[parameter] = _stand_in(parameter)
+            made[parameter] = make(parameter)
     try:
         for module, name, parameter in places:
             _set(module, name, made[parameter])
@@ -71,14 +94,6 @@ def without_root(model: nn.Module) -> Iterator[None]:
             setattr(place, name, value)
             if name == "_state_ctx":
                 value.all_states.clear()
-
-
-def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield the trained parameters of a model with their modules and names there."""
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad:
-                yield module, name, parameter
 
 
 def _set(module: nn.Module, name: str, parameter: Any) -> None:
