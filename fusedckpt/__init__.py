@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fusedckpt import functional
+from fusedckpt.autograd.accumulation import accumulate_in_fp32
 from fusedckpt.autograd.levels import saving
 from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.quantized import QuantizedWeight, register_quantized
@@ -60,6 +61,7 @@ __all__ = [
     "ReSiLU2",
     "Sequential",
     "TokenLogprobs",
+    "accumulate_in_fp32",
     "backends",
     "checkpoint",
     "checkpoint_module",

@@ -29,13 +29,14 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     Without a GEMM that writes float32, operands are widened, in blocks no larger than total.
     """
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        # torch's FLOP counter does not know addmm_
+        torch.addmm(total, a, b, out=total)
     elif writes_wider(a.device, a.dtype):
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         step = max(1, total.numel() // max(1, sum(total.shape)))
         for block in zip(a.split(step, 1), b.split(step), strict=True):
-            total.addmm_(*(t.to(total.dtype) for t in block))
+            torch.addmm(total, *(t.to(total.dtype) for t in block), out=total)
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -378,6 +378,7 @@ RUN_IN = {
     (INTEGRATIONS, "FusedExperts"): "integrations/test_torchtitan_experts.py",
     ("fusedckpt/layers/README.md", "parallelize_module"): "test_readme.py",
     ("fusedckpt/layers/README.md", "fusedckpt.explain("): "blocks/test_shown.py",
+    ("fusedckpt/layers/README.md", "accumulate_in_fp32"): "layers/test_fp32_gradients.py",
     ("fusedckpt/planning/README.md", 'plan.save("plan.json")'): "test_readme.py",
     ("fusedckpt/planning/README.md", "def share("): "test_readme.py",
 }

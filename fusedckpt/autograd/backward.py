@@ -52,7 +52,7 @@ def wanted_gradients(ctx: Any) -> list[bool]:
         return needed
     executed = []
     for node, _ in ctx.next_functions:
-        # one for every argument that requires grad, in their order
+        # as `nodes_of_inputs`, without a call
         if node is not None:
             try:
                 executed.append(private.will_execute(node))
@@ -67,6 +67,11 @@ def wanted_gradients(ctx: Any) -> list[bool]:
         return needed
     remaining = iter(executed)
     return [need and next(remaining) for need in needed]
+
+
+def nodes_of_inputs(ctx: Any) -> list[Any]:
+    """Return the node of every argument of a Function that requires grad, in their order."""
+    return [node for node, _ in ctx.next_functions if node is not None]
 
 
 def is_unwatched() -> bool:

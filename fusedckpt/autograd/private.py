@@ -61,6 +61,17 @@ def _true(*_: Any) -> bool:
 current_node: Callable[[], Any] = _probe("_C._current_autograd_node", _none)
 # whether this backward runs a node. Without it all gradients that may be wanted are computed
 will_execute: Callable[[Any], bool] = _probe("_C._will_engine_execute_node", _true)
+
+
+def adds_to_grad(leaf_node: Any) -> bool:
+    """Whether this backward adds to the `.grad` of a parameter; without torch's name, none does."""
+    try:
+        return PROBED["_C._will_engine_execute_node"] and will_execute(leaf_node)
+    except RuntimeError:
+        # torch.autograd.grad asks for it
+        return False
+
+
 # whether this backward retains the graph. Without it nothing saved is written over
 keeps_graph: Callable[[], bool] = _probe("_C._autograd._get_current_graph_task_keep_graph", _true)
 # several calls of backward may be a group, of which each node runs once: not in every torch

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd import accumulation, dispatch, levels, private, tracker
 from fusedckpt.autograd import backward as autograd
-from fusedckpt.autograd import dispatch, levels, private, tracker
 from fusedckpt.autograd.backward import Versioned, is_batch, one_by_one, reference_gradients
 from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.autograd.phases import SavePhase
@@ -111,10 +111,16 @@ class Block(torch.autograd.Function):
         if torch.is_grad_enabled() or not SEES_BATCHES:
             return (None, None, *_reference_gradients(ctx, values, dys, wanted))
         compute = run.backward if is_unwatched or ctx.quantized else ops.backward_op
+        dtypes = call.dtypes
         if not is_unwatched and not torch.compiler.is_compiling() and is_batch(dys):
             grads = one_by_one(
                 lambda element: run.backward(call, wanted, element, _first(element), values), dys
             )
+        elif accumulation.is_used and (sums := accumulation.sums_of(ctx, 2)) is not None:
+            # not by the op, which returns new tensors of the parameters' dtypes
+            compute = partial(run.backward, call, wanted, dys, like, values, totals=sums.totals)
+            grads = sums.returned(autograd.donating(ctx, products, like, compute))
+            dtypes = sums.dtypes(dtypes)
         elif any(map(IS_PRESENT, products)):
             args = (call, wanted, dys, like, values)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
@@ -122,7 +128,7 @@ class Block(torch.autograd.Function):
             grads = run.backward(call, wanted, dys, like, values, leaves_late=True)
         else:
             grads = compute(call, wanted, dys, like, values)
-        for i, dtype in enumerate(call.dtypes):
+        for i, dtype in enumerate(dtypes):
             # each sum is freed as it is rounded, not after all of them
             grad = grads[i]
             grads[i] = grad if grad is None or grad.dtype == dtype else grad.to(dtype)
@@ -143,7 +149,9 @@ def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) ->
     if call.late and phase is None and torch.is_grad_enabled():
         tensors = tuple(
             [
-                WeightRead.apply(t) if place in call.late and t.requires_grad else t
+                WeightRead.apply(t)
+                if place in call.late and t.requires_grad and not accumulation.is_marked(t)
+                else t
                 for place, t in enumerate(tensors, 1)
             ]
         )

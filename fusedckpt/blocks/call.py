@@ -247,11 +247,12 @@ class BlockCall:
         dys: Flags,
         donates: bool,
         has_beside: bool = False,
+        adds: bool = False,
     ) -> Schedule:
-        """Return the schedule of a backward."""
-        key = wanted, products, dys, donates, has_beside
+        """Return the schedule of a backward; adds: whether it adds to parameters' gradients."""
+        key = wanted, products, dys, donates, has_beside, adds
         if key not in self._backward:
-            flags = (wanted, products, dys, donates, self.chunks > 1, has_beside)
+            flags = (wanted, products, dys, donates, adds or self.chunks > 1, has_beside)
             self._backward[key] = derive.backward_schedule(self.program, *flags)
         return self._backward[key]
 

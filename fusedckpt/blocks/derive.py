@@ -31,9 +31,9 @@ class BackwardWriter(Writer):
     """Writes the backward of a program: walks its steps back, one pass after the other."""
 
     def __init__(
-        self, program: Program, wanted: Flags, saved: frozenset[str], dys: Flags, chunked: bool
+        self, program: Program, wanted: Flags, saved: frozenset[str], dys: Flags, adds: bool
     ):
-        super().__init__(program, chunked)
+        super().__init__(program, adds)
         self.saved = saved
         self.wanted = wanted[len(program.inputs) :]
         self.makers = {step.out: step for step in program.steps}
@@ -176,7 +176,7 @@ class BackwardWriter(Writer):
                     )
         if "r0" in reads:
             reads["r0"] = self.cast(reads["r0"], op.read_dtype)
-        if self.chunked and step_pass.gives == ("p0",):
+        if self.adds and step_pass.gives == ("p0",):
             reads["sum"] = self.argument("sum", step.params[0])
         if kernel == "hybrid" and dy.target is torch.mm:
             # the kernel multiplies itself
@@ -200,9 +200,9 @@ class BackwardWriter(Writer):
         return maker.params[1] if maker is not None and maker.op.has_gemm else None
 
     def note_param_grad(self, number: Any, node: Node) -> None:
-        """Note a parameter's gradient; of a chunk, added to that of the earlier chunks."""
+        """Note a parameter's gradient, added to an earlier one."""
         label = label_of("dy", self.program.params[number])
-        if self.chunked and node.target not in passes.SUMS:
+        if self.adds and node.target not in passes.SUMS:
             node._rename(f"{label}_part")
             node = self.call(passes.sum_of, self.argument("sum", number), node)
         node._rename(label)
@@ -216,20 +216,21 @@ def backward_schedule(
     products: Flags,
     dys: Flags,
     donates: bool = False,
-    chunked: bool = False,
+    adds: bool = False,
     has_beside: bool = False,
 ) -> Schedule:
     """Derive a backward, which returns gradients of inputs, then of parameters.
 
     wanted: of these; products: which GEMM outputs it is given; dys: for which results it gets a
-    gradient; donates: whether it may write over the products; chunked: for chunks of rows;
-    has_beside: whether it is given the results that are saved beside the inputs.
+    gradient; donates: whether it may write over the products; adds: whether it
+    adds to parameters' gradients of earlier chunks or backwards, in at least float32; has_beside:
+    whether it is given the results that are saved beside the inputs.
     """
     flagged = zip(program.gemm_outputs, products, strict=True)
     saved_products = [name for name, is_saved in flagged if is_saved]
     beside = program.saved_beside if has_beside else ()
     saved = frozenset((*saved_products, *program.saved_results, *beside))
-    walk = BackwardWriter(program, wanted, saved, dys, chunked)
+    walk = BackwardWriter(program, wanted, saved, dys, adds)
     walk.run()
     flags = zip(program.inputs, wanted, strict=False)
     dxs = [
@@ -247,7 +248,7 @@ def forward_schedule(program: Program, products: Flags, chunked: bool = False) -
 
     chunked: for chunks of rows, whose results are written into tensors of all rows.
     """
-    writer = Writer(program, chunked)
+    writer = Writer(program)
     steps = list(program.steps)
     flagged = zip(program.gemm_outputs, products, strict=True)
     names = (*program.results, *[name for name, is_returned in flagged if is_returned])

@@ -53,7 +53,8 @@ class GatedNorm(Op):
         needs = tuple([slot in grad.gives for slot in SLOTS])
         fn = kernels.gated_norm_grad_aten if self.kernel == "aten" else kernels.gated_norm_grad
         operands = grad.reads["r0"], grad.reads["r1"], grad.reads.get("p0")
-        node = code.call(fn, grad.dy, *operands, self.rule, needs, self.sums)
+        sums = None if code.adds else self.sums
+        node = code.call(fn, grad.dy, *operands, self.rule, needs, sums)
         parts = zip(SLOTS, code.items(node, 3), strict=True)
         return {slot: part for slot, part in parts if slot in grad.gives}
 

@@ -60,8 +60,8 @@ SUMS = (scaled_weight_sum, grouped.weight_sum)
 
 
 def sum_of(total: Tensor | None, grad: Tensor) -> Tensor:
-    """Add a chunk's gradient, which is in at least float32."""
-    return grad if total is None else total + grad
+    """Add a chunk's gradient, which is in at least float32, to the total in place."""
+    return grad if total is None else total.add_(grad)
 
 
 def input_grad(

@@ -79,19 +79,22 @@ def backward(
     saved: Mapping[Any, Any],
     donates: bool = False,
     leaves_late: bool = False,
+    totals: Mapping[int, Tensor] | None = None,
 ) -> list[Any]:
     """Return the gradients of inputs and parameters.
 
     like: one of dys; saved: the saved tensors, parameters by number, values by name; donates:
     whether the products may be written over; leaves_late: whether late gradients are returned as
-    they are, to be computed by the caller.
+    they are, to be computed by the caller; totals: existing gradients, by place among these, which
+    are added to and returned. With totals, none too, gradients of parameters are at least float32.
     """
     results = call.program.results
     products = tuple(map(IS_PRESENT, map(saved.get, call.program.gemm_outputs)))
     has_beside = bool(call.program.saved_beside) and call.has_beside(saved)
-    code = call.backward(wanted, products, tuple(map(IS_PRESENT, dys)), donates, has_beside)
+    has_dys = tuple(map(IS_PRESENT, dys))
+    code = call.backward(wanted, products, has_dys, donates, has_beside, totals is not None)
     with below():
-        args = _arguments(call, code, saved, dys)
+        args = _arguments(call, code, saved, dys, totals=totals)
         if call.chunks == 1:
             grads = list(code.run(0, *args))
         else:
@@ -111,6 +114,7 @@ def _arguments(
     operands: Mapping[Any, Any],
     dys: Sequence[Tensor | None] = (),
     buffers: Mapping[str, Tensor] | None = None,
+    totals: Mapping[int, Tensor] | None = None,
 ) -> list[Any]:
     """Return the arguments of a schedule: matrices of rows, parameters as kernels take them."""
     args = []
@@ -122,7 +126,8 @@ def _arguments(
         elif kind == "buffer" and buffers is not None:
             args.append(buffers[key])
         elif kind == "sum":
-            args.append(None)
+            # a gradient of a norm over several dimensions is made flat
+            args.append(totals.get(call.num_inputs + key) if totals and one_row else None)
         else:
             rows: Any = operands[key] if kind == "value" else dys[program.results.index(key)]
             if not (one_row and rows.dim() == 2 and rows.stride(1) == 1):
@@ -148,6 +153,8 @@ def _backward_in_chunks(
     count = call.num_inputs
     sums = [(i, count + key) for i, (kind, key) in enumerate(code.arguments) if kind == "sum"]
     grads: list[Any] = [None] * len(code.results)
+    for i, index in sums:
+        grads[index] = args[i]
     for rows in row_chunks(num_rows, call.chunks):
         for i, index in sums:
             args[i] = grads[index]

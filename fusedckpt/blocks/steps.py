@@ -62,7 +62,8 @@ class Norm(Op):
         fn = norm_aten.norm_grad if self.kernel == "aten" else norm_triton.norm_grad
         x = grad.reads["r0"]
         weight = grad.reads.get("p0")
-        node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, self.sums)
+        sums = None if code.adds else self.sums
+        node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, sums)
         nodes = zip(slots, code.items(node, 3), strict=True)
         return {slot: part for slot, part in nodes if slot in grad.gives}
 

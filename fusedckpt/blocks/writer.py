@@ -35,7 +35,7 @@ class Schedule(NamedTuple):
     # the calls, in order
     graph: Graph
     # pairs of a kind and a name or number: "value", "param", "dy", "buffer" (a tensor of all rows,
-    # into which a chunk's result is written), "sum" (a parameter's gradient of earlier chunks)
+    # into which a chunk's result is written), "sum" (a parameter's earlier gradient)
     arguments: tuple[tuple[str, Any], ...]
     # names of values, or whether each gradient exists
     results: tuple[Any, ...]
@@ -60,9 +60,10 @@ class Writer:
     written over.
     """
 
-    def __init__(self, program: Program, chunked: bool):
+    def __init__(self, program: Program, adds: bool = False):
         self.program = program
-        self.chunked = chunked
+        # whether parameters' gradients are at least float32, and added to earlier ones
+        self.adds = adds
         self.graph = Graph()
         self.first_row = self._last = self.graph.placeholder("first_row")
         # the nodes of arguments by kind and name, and of values by name

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments
+from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.memory import nbytes_of
 from fusedckpt.planning.budget import Policy, limit_of
@@ -253,7 +254,7 @@ def _with_gradients(
     # buckets outlive the gradients in them, and hold all
     is_full = accumulates or has_views
     absent = [p for p in trained if p not in existing] if is_full else []
-    gradients = {**existing, **{p: torch.zeros_like(p) for p in absent}}
+    gradients = {**existing, **{p: torch.zeros_like(p, dtype=gradient_dtype(p)) for p in absent}}
     step = step._replace(gradients=gradients, bytes_beside=bytes_beside)
     return _StartingStep(step, set(absent if accumulates else ()))
 

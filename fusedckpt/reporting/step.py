@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, SparseAdam
 
 from fusedckpt.autograd import private
+from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.autograd.private import pytree
 from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.trial import aliased, tensors_of
@@ -71,7 +72,7 @@ class Step(NamedTuple):
             last_output = torch.empty(self.output_bytes, **options)
             kept = torch.empty(self.kept_bytes, **options)
             for parameter in self.stale:
-                parameter.grad = torch.empty_like(parameter)
+                parameter.grad = torch.empty_like(parameter, dtype=gradient_dtype(parameter))
             output = self.model(*self.args, **self.kwargs)
             del last_output
             loss = self.checked_loss(output)
@@ -213,7 +214,7 @@ def _restarted(inputs: Any) -> Any:
 
 def _empty_gradient(parameter: Tensor, is_sparse: bool) -> Tensor:
     if not is_sparse:
-        return torch.zeros_like(parameter)
+        return torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
     indices = parameter.new_empty((1, 0), dtype=torch.long)
     values = parameter.detach()[:0]
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd import private
+from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.autograd.private import fsdp_lazy_state
 from fusedckpt.memory import nbytes_of
 
@@ -109,6 +110,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     made = nn.Parameter(parameter.detach())
     made.__class__ = parameter.__class__
     vars(made).update(vars(parameter))
+    made.grad_dtype = gradient_dtype(parameter)
     made._backward_hooks = parameter._backward_hooks
     if private.updates_early(parameter):
         made.register_post_accumulate_grad_hook(partial(_run_hooks, parameter))

@@ -1,6 +1,7 @@
-"""Layers on two ranks: in tensor and sequence parallel, and compiled."""
+"""Layers on two ranks: in tensor and sequence parallel, compiled, and float32 gradients."""
 
 import compiled_ranks
+import fp32_ranks
 import parallel_ranks
 import pytest
 import torch
@@ -8,7 +9,7 @@ from support import run_ranks
 
 
 def main(rank: int) -> None:
-    for module in (parallel_ranks, compiled_ranks):
+    for module in (parallel_ranks, compiled_ranks, fp32_ranks):
         module.main(rank)
 
 
