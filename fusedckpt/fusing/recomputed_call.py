@@ -72,12 +72,12 @@ class RepeatableForward:
 
     def _run_first(self, args: Sequence[Any]) -> Any:
         """Run the forward, and save its tensors as ever if it writes what has no copy."""
-        segment = phases.current()
-        is_own = isinstance(segment, Segment) and segment.calls[-1].fn is self
-        if is_own:
+        phase = phases.current()
+        segment = phase if isinstance(phase, Segment) and phase.calls[-1].fn is self else None
+        if segment is not None:
             segment.provisional = []
         result = self._run(args)
-        if not self._state.end() and is_own:
+        if not self._state.end() and segment is not None:
             segment.provisional = None
         self.__self__.__dict__[WRITES] = self._state.written_parameter()
         return result
