@@ -175,6 +175,13 @@ def own_forward(kind: type[nn.Module]) -> Any:
     return forward if is_own else None
 
 
+def own_function(namespace: Any, name: str) -> Any:
+    """Return a function of torch's, None where other code replaced it."""
+    function = getattr(namespace, name)
+    is_own = (getattr(function, "__module__", None) or "torch").partition(".")[0] == "torch"
+    return function if is_own else None
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return the dtype that autocast casts to on this device, None where it is off."""
     # meta has none to ask; whether a device has, torch.compile of torch 2.11 cannot

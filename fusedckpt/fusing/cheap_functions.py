@@ -6,6 +6,7 @@ attention never run again. Random functions do not either, but for dropout by it
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -90,3 +91,30 @@ KINDS = {
     Tensor.data_ptr: "shows",
     Tensor.__dlpack__: "shows",
 }
+
+_NAMES = " ".join((_LINEAR, _POINTWISE, _MOVES, _OTHERS, _GEMMS, _READERS, "dropout")).split()
+
+
+def _named_in(space: Any) -> dict[str, Any]:
+    """Return the functions that a namespace has under these names."""
+    keys = [key for name in _NAMES for key in (name, f"{name}_")]
+    return {key: vars(space)[key] for key in keys if callable(vars(space).get(key))}
+
+
+# by one call of C each
+_NAMED = [
+    (vars(space), itemgetter(*named), tuple(named.values()))
+    for space, named in ((space, _named_in(space)) for space in (torch, F, Tensor))
+]
+# methods that Tensor has from its base
+_INHERITED = frozenset(_named_in(torch._C.TensorBase)) - frozenset(vars(Tensor))
+
+
+def is_any_replaced() -> bool:
+    """Whether other code has replaced a function by its name since.
+
+    torch hands a mode the function that has the name now, which would call itself once more.
+    """
+    if not _INHERITED.isdisjoint(vars(Tensor)):
+        return True
+    return any(get(space) != functions for space, get, functions in _NAMED)

@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from enum import Enum
 from functools import cached_property, partial
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -74,7 +75,12 @@ if dist.is_available():
 _BY_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter"))
 _BY_STRING = _BY_ANY_NAME | {"hasattr", "get"}
 # builtins by which code reads variables that it does not name
-_UNNAMED = frozenset(("eval", "exec", "globals", "input", "open"))
+_UNNAMED = frozenset(("__import__", "eval", "exec", "globals", "input", "open"))
+# functions and methods that read files, or objects by names that code makes
+_READING = frozenset(
+    ("read_text", "read_bytes", "exists", "is_file", "is_dir", "getsize", "import_module")
+    + ("currentframe", "_getframe", "get_objects", "get_referrers")
+)
 # methods that a subclass's object gets from its base
 _METHODS = (FunctionType, staticmethod, classmethod, property, cached_property)
 
@@ -145,6 +151,8 @@ class _Finder:
         watch = self._watch
         if watch.changing is not None:
             raise _Left(NotFused("state", f"{watch.changing}()"))
+        if reading := sorted(self._names & _READING):
+            raise _Left(NotFused("state", f"values by {reading[0]}()"))
         self._find_classes()
         bindings = self._bindings()
         for key, (code, namespace) in watch.codes.items():
@@ -313,6 +321,11 @@ class _Finder:
 
     def _find_in(self, value: Any, place: Place, depth: int) -> None:
         """Compare the parts of an object that may change while the object stays."""
+        if isinstance(value, Enum):
+            # a member may get attributes
+            for name in sorted(self._names & vars(value).keys()):
+                if not name.startswith("_"):
+                    self._find_in(self._add(getattr, value, name, place), place, depth + 1)
         if is_simple(value) or id(value) in self._seen:
             return
         self._seen[id(value)] = value

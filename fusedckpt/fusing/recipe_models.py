@@ -16,6 +16,7 @@ from fusedckpt.autograd.dispatch import is_recorded
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
 from fusedckpt.fusing import chain_kernels, recipe_mode
+from fusedckpt.fusing.cheap_functions import is_any_replaced
 from fusedckpt.fusing.fuse_report import RECIPES_OBSTACLE
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.search import Search
@@ -101,6 +102,8 @@ def _obstacle(args: Sequence[Any]) -> str | None:
         return "it was traced or transformed"
     if private.num_function_modes() and tracker.has_foreign_modes():
         return "a function mode of other code may change functions"
+    if is_any_replaced():
+        return "other code replaced functions of torch"
     if active() is not None:
         return "a model around it has recipes"
     if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):

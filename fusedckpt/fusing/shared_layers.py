@@ -33,6 +33,7 @@ from fusedckpt.fusing.subclass import refuse_script
 
 # in place of a result: the layer's own forward runs
 _OWN = object()
+_LINEAR = dispatch.own_function(F, "linear")
 
 
 def shared_view_of(x: Any, *makers: str) -> View | None:
@@ -154,8 +155,10 @@ class SharedLinear(SharedProduct):
         # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
         if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
             return y
-        if getattr(forward, "__func__", None) is not dispatch.own_forward(nn.Linear):
-            # assigned to the class since
+        if getattr(forward, "__func__", None) is not dispatch.own_forward(nn.Linear) or (
+            F.linear is not _LINEAR
+        ):
+            # assigned since, to the class or to torch
             return y
         if self._fusedckpt_save == "inputs":
             layout = view.place, view.size, view.stride, view.offset

@@ -6,8 +6,11 @@ by its class.
 
 from __future__ import annotations
 
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fusedckpt.autograd import dispatch
@@ -29,6 +32,20 @@ _LETTERS: dict[type[nn.Module], str] = {
 _FORWARDS = {kind: dispatch.own_forward(kind) for kind in _LETTERS}
 
 
+def _called_by(kind: type[nn.Module]) -> tuple[dict[str, Any], str, Any]:
+    """Return the function of torch that a class's forward calls: namespace, name, and itself."""
+    names = getattr(getattr(_FORWARDS[kind], "__code__", None), "co_names", ())
+    for owner, space in (("F", F), ("torch", torch)):
+        for name in names if owner in names else ():
+            if isinstance(getattr(space, name, None), (FunctionType, BuiltinFunctionType)):
+                return vars(space), name, dispatch.own_function(space, name)
+    return {"": None}, "", None
+
+
+# a library may assign another one to its name, too
+_CALLED = {kind: _called_by(kind) for kind in _LETTERS}
+
+
 def letter_of(layer: Any) -> str:
     """Return the letter of a layer that a block can compute, else -.
 
@@ -43,6 +60,9 @@ def _letter(layer: Any) -> str:
     kind = type(layer)
     letter = _LETTERS.get(kind, "-")
     if letter == "-" or kind.forward is not _FORWARDS[kind]:
+        return "-"
+    namespace, name, function = _CALLED[kind]
+    if namespace[name] is not function:
         return "-"
     if letter == "l":
         fits = kind is nn.Linear or layer.activation == "identity"

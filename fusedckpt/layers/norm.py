@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
@@ -25,6 +26,9 @@ Shape = int | Sequence[int]
 # of torch's norms
 _RMS_FORWARD = dispatch.own_forward(nn.RMSNorm)
 _LAYER_FORWARD = dispatch.own_forward(nn.LayerNorm)
+# the functions that they call
+_RMS_FUNCTION = dispatch.own_function(F, "rms_norm")
+_LAYER_FUNCTION = dispatch.own_function(F, "layer_norm")
 
 
 def _remembered(shape: Shape) -> Shape:
@@ -51,16 +55,21 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
 
 
 def is_patched(norm: nn.Module) -> bool:
-    """Whether the class of a swapped norm has got another forward since."""
+    """Whether the class of a swapped norm, or torch, has got another forward since."""
     attributes = norm.__dict__
     if MARK not in attributes:
         return False
-    return attributes[MARK].kind.forward not in (_RMS_FORWARD, _LAYER_FORWARD)
+    forward = attributes[MARK].kind.forward
+    if forward is _LAYER_FORWARD:
+        return F.layer_norm is not _LAYER_FUNCTION
+    return forward is not _RMS_FORWARD or F.rms_norm is not _RMS_FUNCTION
 
 
 def _run_patched(norm: nn.Module, x: Tensor) -> Any:
     kind = norm.__dict__[MARK].kind
-    fallbacks.note_fallback(norm, NotFused("changed", f"{kind.__name__}.forward"))
+    is_own = kind.forward in (_RMS_FORWARD, _LAYER_FORWARD)
+    changed = "the function of torch that it calls" if is_own else f"{kind.__name__}.forward"
+    fallbacks.note_fallback(norm, NotFused("changed", changed))
     return kind.forward(norm, x)
 
 
@@ -197,7 +206,9 @@ class RMSNorm(nn.RMSNorm):
         """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
         attributes = self.__dict__
-        if MARK in attributes and attributes[MARK].kind.forward is not _RMS_FORWARD:
+        if MARK in attributes and (
+            attributes[MARK].kind.forward is not _RMS_FORWARD or F.rms_norm is not _RMS_FUNCTION
+        ):
             return _run_patched(self, x)
         # once: a parametrization computes it
         weight = self.weight
@@ -243,7 +254,10 @@ class LayerNorm(nn.LayerNorm):
         """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
         attributes = self.__dict__
-        if MARK in attributes and attributes[MARK].kind.forward is not _LAYER_FORWARD:
+        if MARK in attributes and (
+            attributes[MARK].kind.forward is not _LAYER_FORWARD
+            or F.layer_norm is not _LAYER_FUNCTION
+        ):
             return _run_patched(self, input)
         # once: a parametrization computes them
         weight = self.weight

@@ -19,6 +19,8 @@ from fusedckpt.layers.children import letter_of, spec_of
 
 # the linears by the block that they are of
 _LINEARS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": numbered(1)}
+# a library may assign another one
+_FORWARD = dispatch.own_forward(nn.Sequential)
 
 
 class LayerRun(NamedTuple):
@@ -93,7 +95,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pass the input through all layers."""
-        if dispatch.is_recorded(input):
+        if dispatch.is_recorded(input) or nn.Sequential.forward is not _FORWARD:
             return super().forward(input)
         levels.check("Sequential", self.save, LEVELS["mlp"])
         for run in runs(self):

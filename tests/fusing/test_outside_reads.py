@@ -2,8 +2,11 @@
 
 import contextvars
 import copy
+import enum
 import functools
+import importlib
 import os
+import pathlib
 import pickle
 import sys
 import threading
@@ -39,6 +42,13 @@ class Config:
     @classmethod
     def current(cls):
         return cls.scale
+
+
+class Kind(enum.Enum):
+    PLAIN = 1
+
+
+Kind.PLAIN.scale = 1.0
 
 
 class Nested:
@@ -162,6 +172,11 @@ READS = {
         lambda v: setattr(NESTED.config, "scale", v),
         "NESTED.config.scale",
     ),
+    "a member of an enumeration": (
+        lambda: Kind.PLAIN.scale,
+        lambda v: setattr(Kind.PLAIN, "scale", v),
+        "Kind.PLAIN.scale",
+    ),
     "object's dict": (by_vars, lambda v: setattr(OBJECT, "scale", v), "OBJECT.scale"),
     "object, by any name": (by_any_name, lambda v: setattr(OBJECT, "scale", v), "OBJECT.scale"),
     "getenv": (by_getenv, set_environment, "environ[b'FUSEDCKPT_TEST_SCALE']"),
@@ -256,13 +271,28 @@ def evaluating():
     return eval("SCALE")  # that is the case
 
 
+def by_import():
+    return importlib.import_module(__name__).SCALE
+
+
+def by_file():
+    return 0.5 if pathlib.Path("no such file").exists() else 1.0
+
+
 def by_iterator(numbers=iter([1.0] * 1000)):  # noqa: B008  # that is the case
     return next(numbers)
 
 
 @pytest.mark.parametrize(
     ("read", "key"),
-    [(by_clock, "state"), (counting, "writes"), (evaluating, "state"), (by_iterator, "state")],
+    [
+        (by_clock, "state"),
+        (counting, "writes"),
+        (evaluating, "state"),
+        (by_iterator, "state"),
+        (by_import, "state"),
+        (by_file, "state"),
+    ],
 )
 def test_a_value_that_cannot_be_compared_leaves_the_module(read, key, monkeypatch):
     monkeypatch.setattr(HERE, "READ", read)
@@ -328,6 +358,12 @@ PATCHES = {
     "a norm in a Sequential": ("Sequential", of_class(nn.LayerNorm), None),
     "a linear in a Sequential": ("Sequential", of_class(nn.Linear), None),
     "an activation in a Sequential": ("Sequential", of_class(nn.GELU), None),
+    "torch's rms_norm": ("RMSNorm", of_function("rms_norm"), "function of torch"),
+    "torch's layer_norm": ("LayerNorm", of_function("layer_norm"), "function of torch"),
+    "layer_norm of a Sequential": ("Sequential", of_function("layer_norm"), None),
+    "linear of a Sequential": ("Sequential", of_function("linear"), None),
+    "gelu of a Sequential": ("Sequential", of_function("gelu"), None),
+    "nn.Sequential": ("Sequential", of_class(nn.Sequential), None),
     "a method of torch's layer": (
         "encoder layer",
         of_class(nn.TransformerEncoderLayer, "_ff_block"),
@@ -450,3 +486,28 @@ def test_python_work_of_a_warm_call(make, count):
     fuse(module)
     module(x)
     assert our_calls(lambda: module(x)) == count
+
+
+@pytest.mark.parametrize("name", ["gelu", "layer_norm", "group_norm", "linear"])
+def test_recipes_end_where_a_function_of_torch_is_replaced(name, monkeypatch):
+    """torch gives a function mode the function that has the name, which would apply twice."""
+    torch.manual_seed(0)
+    layers = nn.LayerNorm(D), nn.Linear(D, H), nn.GELU(), nn.GroupNorm(1, H)
+    model, x = nn.Sequential(nn.Sequential(*layers)).to(DEVICE), randn(2, D)
+    eager = copy.deepcopy(model)
+    fuse(model, recipes=True, norm=False, mlp=False, linear=False)
+    of_function(name)(monkeypatch)
+    torch.testing.assert_close(model(x), eager(x))
+
+
+def test_recipes_end_where_a_method_of_tensors_is_replaced(monkeypatch):
+    class Squares(nn.Module):
+        def forward(self, x):
+            return x.pow(2)
+
+    power = torch.Tensor.pow
+    model, x = nn.Sequential(Squares(), nn.Linear(D, D)).to(DEVICE), randn(2, D)
+    eager = copy.deepcopy(model)
+    fuse(model, recipes=True)
+    monkeypatch.setattr(torch.Tensor, "pow", lambda x, n: power(x, n) * 2, raising=False)
+    torch.testing.assert_close(model(x), eager(x))
