@@ -1,17 +1,21 @@
 """Values in nine bits: int8 codes, and a scale of 16 bits for each group of 16 in a row.
 
-The step of a group is its largest magnitude / 127, and a value is rounded to the nearest multiple
-of it: the error is at most 1/252 of the group's largest magnitude. A group is small, so a large
-value takes digits from 15 neighbours only.
+A value is a code times its group's scale, which is the largest magnitude of the group / 127: the
+error is at most 1/250 of that. Where one value is much larger than the others, as channels of
+trained models are, those would lose their digits. So a group whose mean magnitude is below a
+quarter of its largest one is curved: a value is the square of its code, with its sign, times the
+scale. The error is then at most 1/125 of the geometric mean of a value's own magnitude and the
+largest one: less on the whole, by that mean.
 
 A scale is the upper half of a float32, rounded up: it has float32's range, where float16's would
-overflow for values above 8.3e6 and lose digits below 8e-3. The least scale is 2**-126: values of
-half of that and less become 0, as -0 does. A code times its scale may lie half a step outside of
-the range of x's dtype: it is cut to the largest finite number.
+overflow for values above 8.3e6 and lose digits below 8e-3. Its last bit says whether the group is
+curved, its sign whether it has special values. The least scale is 2**-126: values of half of that
+and less become 0, as -0 does. A code times its scale may lie half a step outside of the range of
+x's dtype: it is cut to the largest finite number.
 
-NaN and infinities are kept: code -128 is NaN, and in a group that has any of them, which the sign
-of its scale says, codes 127 and -127 are the infinities, and its finite values are rounded to
-multiples of their largest magnitude / 126.
+Special are NaN, infinities and the largest finite number, with which masks are filled. They are
+kept: code -128 is NaN, and in a group that has any of them 127 and 126 are infinity and that
+number, and the others are rounded to multiples of their own largest magnitude / 125.
 
 Codes and scales are one tensor of bytes, `packed_nbytes`: one allocation, which moves as one.
 """
@@ -31,6 +35,8 @@ ALIGNMENT = 16
 # the integer n is the low byte of n + 1.5 * 2**23 in float32: an addition rounds to the nearest
 ROUNDER = tl.constexpr(12582912.0)
 LEAST_SCALE = tl.constexpr(2.0**-126)
+# a group with no larger value is not curved: its scale would be less than the least
+LEAST_CURVED = tl.constexpr(2.0**-100)
 INFINITY = tl.constexpr(float("inf"))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -66,24 +72,35 @@ def pack_int8_kernel(
     scales,
     n,
     num_groups,
+    LARGEST: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write codes and scales of some groups of x [M, N]."""
+    """Write codes and scales of some groups of x [M, N]; LARGEST: the most that its dtype holds."""
     groups, rows, columns, mask = places_of(n, num_groups, GROUP, BLOCK)
     value = load(x + rows * stride_xm + columns.to(tl.int64) * stride_xn, mask)
     magnitude = tl.abs(value)
-    is_finite = magnitude < INFINITY
-    largest = tl.max(tl.where(is_finite, magnitude, 0.0), 1)
-    has_special = tl.max(tl.where(is_finite, 0, 1), 1)
-    step = tl.maximum(largest * tl.where(has_special > 0, 1 / 126, 1 / 127), LEAST_SCALE)
-    bits = (step.to(tl.uint32, bitcast=True) + 0xFFFF) >> 16
-    inverse = tl.div_rn(1.0, (bits << 16).to(tl.float32, bitcast=True))
-    shifted = value * inverse[:, None] + ROUNDER
-    special = tl.where(value != value, -128, tl.where(value > 0, 127, -127))
-    code = tl.where(is_finite, shifted.to(tl.int32, bitcast=True), special)
+    is_usual = magnitude < LARGEST
+    usual = tl.where(is_usual, magnitude, 0.0)
+    largest = tl.max(usual, 1)
+    has_special = tl.max(tl.where(is_usual, 0, 1), 1)
+    total = tl.sum(usual, 1)
+    count = tl.minimum(n - tl.min(columns, 1), GROUP).to(tl.float32)
+    is_curved = (total * 4 < largest * count) & (largest > LEAST_CURVED)
+    limit = tl.where(has_special > 0, 125.0, 127.0)
+    limit = tl.where(is_curved, limit * limit, limit)
+    step = tl.maximum(tl.div_rn(largest, limit), LEAST_SCALE)
+    bits = (step.to(tl.uint32, bitcast=True) + 0x1FFFF) >> 17 << 17
+    scaled = magnitude * tl.div_rn(1.0, bits.to(tl.float32, bitcast=True))[:, None]
+    scaled = tl.where(is_curved[:, None], tl.sqrt(scaled), scaled)
+    rounded = (scaled + ROUNDER).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(is_usual, rounded, tl.where(magnitude == LARGEST, 126, 127))
+    code = tl.where(value < 0, -code, code)
+    code = tl.where(value != value, -128, code)
     tl.store(codes + rows * n + columns, code.to(tl.int8), mask)
-    tl.store(scales + groups, (bits | (has_special << 15)).to(tl.int16), groups < num_groups)
+    flags = is_curved.to(tl.int32) | (has_special << 15)
+    scale = (bits >> 16).to(tl.int32) | flags
+    tl.store(scales + groups, scale.to(tl.int16), groups < num_groups)
 
 
 @jit_kernel
@@ -97,18 +114,20 @@ def unpack_int8_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write some groups of x [M, N], contiguous; LARGEST: the largest number of its dtype."""
+    """Write some groups of x [M, N], contiguous; LARGEST: the most that its dtype holds."""
     groups, rows, columns, mask = places_of(n, num_groups, GROUP, BLOCK)
     places = rows * n + columns
-    code = tl.load(codes + places, mask, 0).to(tl.int32)
+    code = tl.load(codes + places, mask, 0).to(tl.float32)
     bits = tl.load(scales + groups, groups < num_groups, 0).to(tl.int32)
-    has_special = ((bits & 0x8000) != 0)[:, None]
-    scale = ((bits & 0x7FFF) << 16).to(tl.float32, bitcast=True)
-    value = code.to(tl.float32) * scale[:, None]
+    scale = ((bits & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    size = tl.abs(code)
+    value = code * tl.where((bits & 1)[:, None] != 0, size, 1.0) * scale[:, None]
     value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
-    value = tl.where(has_special & (code == 127), INFINITY, value)
-    value = tl.where(has_special & (code == -127), -INFINITY, value)
-    store(x + places, tl.where(code == -128, float("nan"), value), mask)
+    # the least code of those that are special, where the group has any
+    first = tl.where((bits & 0x8000) != 0, 126.0, 128.0)[:, None]
+    special = tl.where(size == 126, LARGEST, tl.where(size == 127, INFINITY, float("nan")))
+    special = tl.where(code < 0, -special, special)
+    store(x + places, tl.where(size >= first, special, value), mask)
 
 
 def pack_int8(x: Tensor, kernel: str) -> Tensor:
@@ -117,12 +136,13 @@ def pack_int8(x: Tensor, kernel: str) -> Tensor:
     packed = torch.empty(packed_nbytes(m, n), dtype=torch.int8, device=x.device)
     codes, scales = codes_and_scales(packed, m, n)
     groups = scales.numel()
+    largest = torch.finfo(x.dtype).max
     if groups and kernel == "aten":
         for rows in row_blocks(x):
-            _pack_rows(x[rows], codes[rows], scales[rows])
+            _pack_rows(x[rows], codes[rows], scales[rows], largest)
     elif groups:
         strides = x.stride()
-        tile = {"GROUP": GROUP, "BLOCK": BLOCK, "num_warps": 4}
+        tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": BLOCK, "num_warps": 4}
         pack_int8_kernel[(cdiv(groups, BLOCK),)](x, *strides, codes, scales, n, groups, **tile)
     return packed
 
@@ -149,31 +169,41 @@ def codes_and_scales(packed: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:
     return packed[: m * n].view(m, n), scales
 
 
-def _pack_rows(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+def _pack_rows(x: Tensor, codes: Tensor, scales: Tensor, largest: float) -> None:
     m, n = x.shape
     values = torch.zeros(m, scales.shape[1] * GROUP, dtype=torch.float32, device=x.device)
     values[:, :n] = x
     values = values.view(m, -1, GROUP)
     magnitude = values.abs()
-    is_special = ~(magnitude < float("inf"))
-    largest = magnitude.masked_fill_(is_special, 0.0).amax(-1)
+    is_special = ~(magnitude < largest)
+    usual = magnitude.masked_fill(is_special, 0.0)
+    most = usual.amax(-1)
     has_special = is_special.any(-1)
-    step = largest * torch.where(has_special, 1 / 126, 1 / 127).to(largest.dtype)
-    bits = (step.clamp_(min=LEAST_SCALE.value).view(torch.int32) + 0xFFFF) >> 16
-    inverse = (bits << 16).view(torch.float32).reciprocal()
-    rounded = (values * inverse[..., None]).round_()
-    special = torch.where(values > 0, 127.0, -127.0).masked_fill_(values.isnan(), -128.0)
+    count = torch.full_like(most, GROUP)
+    count[:, -1] = n - (scales.shape[1] - 1) * GROUP
+    is_curved = (usual.sum(-1) * 4 < most * count) & (most > LEAST_CURVED.value)
+    limit = torch.where(has_special, 125.0, 127.0)
+    step = most / torch.where(is_curved, limit * limit, limit)
+    bits = (step.clamp_(min=LEAST_SCALE.value).view(torch.int32) + 0x1FFFF) >> 17 << 17
+    scaled = magnitude * bits.view(torch.float32).reciprocal()[..., None]
+    rounded = torch.where(is_curved[..., None], scaled.sqrt(), scaled).round_()
+    special = torch.where(magnitude == largest, 126.0, 127.0)
     rounded = torch.where(is_special, special, rounded)
+    rounded = torch.where(values < 0, -rounded, rounded).masked_fill_(values.isnan(), -128.0)
     codes.copy_(rounded.view(m, -1)[:, :n])
-    scales.copy_(bits - (has_special.int() << 15))
+    scales.copy_(((bits >> 16) | is_curved) - (has_special.int() << 15))
 
 
 def _unpack_rows(codes: Tensor, scales: Tensor, out: Tensor, largest: float) -> None:
     n = out.shape[1]
-    bits = scales.int()
-    scale = ((bits & 0x7FFF) << 16).view(torch.float32).repeat_interleave(GROUP, 1)[:, :n]
-    values = (codes * scale).clamp_(-largest, largest)
-    has_special = (bits < 0).repeat_interleave(GROUP, 1)[:, :n]
-    values.masked_fill_(has_special & (codes == 127), float("inf"))
-    values.masked_fill_(has_special & (codes == -127), -float("inf"))
+    bits = scales.int().repeat_interleave(GROUP, 1)[:, :n]
+    scale = ((bits & 0x7FFE) << 16).view(torch.float32)
+    # -128 has no magnitude in eight bits
+    size = codes.int().abs_()
+    values = torch.where(bits & 1 != 0, size * size, size) * scale
+    values.clamp_(max=largest)
+    has_special = bits < 0
+    values.masked_fill_(has_special & (size == 127), float("inf"))
+    values.masked_fill_(has_special & (size == 126), largest)
+    values = torch.where(codes < 0, -values, values)
     out.copy_(values.masked_fill_(codes == -128, float("nan")))
