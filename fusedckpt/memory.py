@@ -116,7 +116,7 @@ class SavedTensors:
             if not is_leaf and storage_key(part.untyped_storage()) not in self._excluded:
                 self._add(part)
         # an output packed as it is would hold its own node: a cycle that is never freed
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -19,7 +19,7 @@ ALLOWED = {
     "functional": {"kernels", "autograd", "layers"},
     "parallel": {"layers"},
     "reference": {"blocks", "functional"},
-    "checkpointing": {"autograd", "memory", "state"},
+    "checkpointing": {"kernels", "autograd", "memory", "state"},
     "fusing": {
         *("deprecated", "kernels", "autograd", "reference", "blocks", "layers", "memory", "state"),
         "checkpointing",

@@ -8,7 +8,7 @@ for the arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any, NamedTuple
@@ -53,6 +53,8 @@ class Options(NamedTuple):
     respect_saved_tensors_hooks: bool | None = None
     # whether inputs wait for backward in host memory
     offload: bool = False
+    # whether inputs wait for backward in nine bits a value
+    rounds: bool = False
 
 
 class Argument:
@@ -73,6 +75,10 @@ class Argument:
     def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
         """Return the argument; raise where it was written in place since."""
         return self._saved if isinstance(self._saved, Tensor) else self._saved.unpack()
+
+    def check(self) -> None:
+        """Raise where the argument was written in place since."""
+        self.tensor()
 
 
 class LateArgument(Argument):
@@ -269,6 +275,8 @@ class Trace:
         self.contexts = options.context_fn()
         if options.context_fn is not noop_context_fn:
             private.respect_hooks(self.contexts[0], options.respect_saved_tensors_hooks)
+        # whether its recompute begins with rounded values, or one around it
+        self.may_differ = options.rounds
         # whether a recompute runs only when, and as far as, backward needs it
         self.stops = options.early_stop and not options.debug
         # the calls of the segment, one unless it is a chain's
@@ -361,14 +369,51 @@ class Leaves:
         return leaves
 
 
+def owns_storage(tensor: Tensor) -> bool:
+    """Whether a tensor is plain, all of its storage, and no leaf."""
+    # of a tensor that is not plain, such as a sparse one, `nbytes` may be undefined
+    if not storage_of(tensor) or tensor.is_inference():
+        return False
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and leaf_of(tensor) is None
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether elements fill the memory between the first and the last."""
+    expected = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class VersionCheck:
+    """Notes the version of a tensor, and keeps none of its memory."""
+
+    __slots__ = ("_count", "_shape", "version")
+
+    def __init__(self, tensor: Tensor):
+        # has the version counter of the tensor
+        self._count = tensor.detach()
+        self._shape = tensor.shape
+        self.version = tensor._version
+        self._count.data = tensor.new_empty(0)
+
+    def check(self) -> None:
+        """Raise where the tensor was written in place since."""
+        if self._count._version != self.version:
+            raise RuntimeError(stale("an argument", self._count, self._shape))
+
+
 def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:
     """Return where in its storage a tensor is."""
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def stale(name: str, tensor: Tensor) -> str:
-    """Say that a tensor was written in place between forward and backward."""
+def stale(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> str:
+    """Say that a tensor, of this shape if given, was written between forward and backward."""
     return (
-        f"checkpoint: {name} ({tensor.dtype} {list(tensor.shape)}) has been modified by an inplace "
-        "operation between forward and backward, so that recomputing would give other values"
+        f"checkpoint: {name} ({tensor.dtype} {list(shape or tensor.shape)}) has been modified by "
+        "an inplace operation between forward and backward, so that recomputing would give other "
+        "values"
     )

@@ -13,8 +13,8 @@ Memory of the device belongs to the stream that computes. A copy begins behind a
 stream, which waits for the end of the copy before it frees the memory or reads the copied tensor.
 So the peak does not depend on how far the host is ahead of the device.
 
-A saved tensor that hooks on saved tensors moved is not checked for writes in place. Here a tensor
-without memory, which shares the version counter of the input, keeps this check.
+A saved tensor that hooks on saved tensors moved is not checked for writes in place; here it is, by
+`VersionCheck`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
-from fusedckpt.checkpointing.calls import Argument, layout_of, leaf_of, stale, storage_of
+from fusedckpt.checkpointing.calls import (
+    Argument,
+    VersionCheck,
+    layout_of,
+    owns_storage,
+    storage_of,
+)
 from fusedckpt.checkpointing.host_memory import HostMemory
 
 # a tensor of fewer bytes stays on the device
@@ -62,10 +68,7 @@ class OffloadedTensor:
         self.original = TensorWeakRef(tensor)
         # so that no other storage gets this key
         self._storage = StorageWeakRef(tensor.untyped_storage())
-        # has the version counter of the tensor, and none of its memory
-        self.shadow = tensor.detach()
-        self.version = tensor._version
-        self.shadow.data = tensor.new_empty(0)
+        self.written = VersionCheck(tensor)
 
     def take(self, tensor: Tensor) -> None:
         """Take the tensor that another holder keeps on the device."""
@@ -183,11 +186,7 @@ def _hooks_around() -> str:
 
 def is_movable(tensor: Tensor) -> bool:
     """Whether a tensor is large, all of its storage, and no leaf."""
-    # of a tensor that is not plain, such as a sparse one, `nbytes` may be undefined
-    if not storage_of(tensor):
-        return False
-    is_large = tensor.nbytes == tensor.untyped_storage().nbytes() >= SMALL
-    return is_large and not tensor.is_inference() and leaf_of(tensor) is None
+    return owns_storage(tensor) and tensor.nbytes >= SMALL
 
 
 class OffloadedInputs:
@@ -234,7 +233,7 @@ class OffloadedInputs:
     def _storage_of(self, copies: CopyStream, tensor: Tensor) -> OffloadedTensor | None:
         """Return a tensor's storage as one of these inputs; None where it is to stay."""
         storage = copies.known.get(storage_of(tensor))
-        if storage is None or storage.version != tensor._version:
+        if storage is None or storage.written.version != tensor._version:
             storage = copies.known[storage_of(tensor)] = OffloadedTensor(tensor)
             self._tensors.append(storage)
             copies.use(tensor, self._stream)
@@ -263,8 +262,7 @@ class OffloadedInputs:
         storage = place.storage
         copies = self._copies
         assert copies is not None
-        if storage.shadow._version != storage.version:
-            raise RuntimeError(stale("an argument", storage.shadow))
+        storage.written.check()
         with copies.lock:
             self.fetch()
             self._settle()

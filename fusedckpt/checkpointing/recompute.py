@@ -26,6 +26,7 @@ from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, s
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import recomputed
 from fusedckpt.checkpointing.regions import CheckpointPhase, Record
+from fusedckpt.checkpointing.rounded import RoundedArgument
 from fusedckpt.checkpointing.samples import Gather, Pair, name_of
 from fusedckpt.checkpointing.stateful import advice_for
 
@@ -144,6 +145,7 @@ class Recompute(CheckpointPhase):
         self._asked = asked
         self._keeps = keeps
         self._compares = segment.options.determinism_check == "default"
+        self.may_differ = segment.may_differ
         self.records = list[Record]()
         self._met = iter(segment.records)
         self._names = {record.name for record in segment.records}
@@ -178,8 +180,8 @@ class Recompute(CheckpointPhase):
             if call.inner is not None:
                 call.inner.read()
             for value in call.values:
-                if type(value) is Argument:
-                    value.tensor()
+                if type(value) in (Argument, RoundedArgument):
+                    value.check()
         self.values = ahead.values
         self.products = ahead.products
         self.pairs = ahead.pairs

@@ -70,6 +70,8 @@ class CheckpointPhase(SavePhase):
     patterns: Collection[str] = ()
     # whether all regions inside run again
     refuses = False
+    # whether its recompute, or one around, begins with rounded values
+    may_differ = False
     # whether a region that it saves was called
     has_matched = False
     # the record of the forward, in a debugging checkpoint
@@ -96,8 +98,8 @@ class CheckpointPhase(SavePhase):
         """Return the tensor that was packed."""
         return packed
 
-    def save_argument(self, tensor: Tensor) -> Argument:
-        """Save an argument, or a tensor of a region."""
+    def save_exactly(self, tensor: Tensor) -> Argument:
+        """Save a tensor of a region."""
         return Argument(tensor)
 
     def random_states(self) -> RandomStates | None:
@@ -163,10 +165,10 @@ class _FirstRun(_RegionPhase):
             return Record(name)
         is_late = all(phase.late is not None for phase in checkpoints)
         outermost = checkpoints[-1]
-        save = LateArgument if is_late else outermost.save_argument
+        save = LateArgument if is_late else outermost.save_exactly
         with phases.outside_hooks_of(outermost):
             for packed, tensor, _ in self._provisional:
-                packed.source = ArgumentSource(outermost.save_argument(tensor))
+                packed.source = ArgumentSource(outermost.save_exactly(tensor))
             saved = [save(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
         for phase in checkpoints:
             if phase.late is not None:

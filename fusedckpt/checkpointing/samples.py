@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointError
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks, local_of, pytree
 from fusedckpt.autograd.recipes import CHECKS
-from fusedckpt.checkpointing.calls import storage_of
+from fusedckpt.checkpointing.calls import is_dense, storage_of
 
 # elements of each tensor, and how many tensors in a row have samples at other places
 _COUNT = 64
@@ -150,7 +150,7 @@ def _line_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
     """
     count = tensor.numel()
     is_same = tensor.stride() == strides
-    if not (is_same and tensor.is_contiguous()) and not _is_dense(tensor.shape, strides):
+    if not (is_same and tensor.is_contiguous()) and not is_dense(tensor.shape, strides):
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         # a tensor made in a capture lives in the graph's memory
         places = _places if is_captured else _known_places
@@ -164,16 +164,6 @@ def _line_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
     line = range(start, start + size * step, step)
     places = [_index_of(place, tensor.shape, strides) for place in line]
     return torch.take(tensor, torch.tensor(places, device=tensor.device))
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill the memory between the first and the last."""
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _index_of(place: int, shape: Sequence[int], strides: Sequence[int]) -> int:

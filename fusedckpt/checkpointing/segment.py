@@ -41,6 +41,7 @@ from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import CheckpointPhase
+from fusedckpt.checkpointing.rounded import RoundedArgument, is_rounded
 from fusedckpt.checkpointing.samples import Pair, Samples, compare_recompute, may_change, name_of
 from fusedckpt.state.rng import RandomStates
 
@@ -90,10 +91,13 @@ class Segment(Trace, CheckpointPhase):
         self.enclosing = enclosing
         # a tensor that comes back through hooks is elsewhere in memory
         self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
-        run = WatchedRun(call.fn) if self.options.debug else None
+        # a recompute around may give this one other values to begin with
+        compares = not (isinstance(enclosing, CheckpointPhase) and enclosing.may_differ)
+        self.may_differ = self.options.rounds or not compares
+        run = WatchedRun(call.fn) if self.options.debug and compares else None
         self.watch = run
         self.calls.append(call)
-        if self.options.samples and not may_change(private.top_hooks()):
+        if self.options.samples and compares and not may_change(private.top_hooks()):
             is_late = self.options.reads_samples_late
             self.samples = self.samples or Samples(name_of(call.fn), is_late)
             self.samples.begin((*args, *kwargs.values()))
@@ -134,10 +138,16 @@ class Segment(Trace, CheckpointPhase):
         return output
 
     def save_argument(self, tensor: Tensor) -> Argument:
-        """Return an argument that is saved now."""
+        """Return an argument that is saved now, as it is or, where the checkpoint rounds, not."""
+        if self.options.rounds and is_rounded(tensor):
+            return RoundedArgument(tensor, partial(self.save_exactly, of=tensor))
+        return self.save_exactly(tensor)
+
+    def save_exactly(self, tensor: Tensor, of: Tensor | None = None) -> Argument:
+        """Return a tensor, perhaps the bytes of another one, that is saved now as it is."""
         if self.offloaded is None:
             return Argument(tensor)
-        node: Any = tensor.grad_fn
+        node: Any = (tensor if of is None else of).grad_fn
         segment = None if node is None else segment_of(node)
         return self.offloaded.save(tensor, None if segment is None else segment.offloaded)
 
