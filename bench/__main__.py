@@ -18,6 +18,7 @@ COMMANDS = {
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
     "predict": "predict the time of kernels on cards that are not there; nothing is measured",
+    "rounding": "compare gradients of checkpoints that keep their inputs in fewer bits",
     "shares": "count the bytes that models save, before and after fuse",
 }
 # those that are `ways` with other defaults
