@@ -22,7 +22,7 @@ from .norm_kernels import normalize
 from .runtime import cdiv, is_exact, jit_kernel, load, store, tl
 
 # elements of a program of the kernels over elements, 8 a thread
-TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
+CHAIN_TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
 
 
 class Modulation(NamedTuple):
@@ -201,8 +201,8 @@ def channel_norm(
     t = Channels(x, mean, rstd, weight, bias, residual, y)
     size = channels // groups if groups else 1
     act = ACTIVATIONS[activation].value_and_grad
-    how = {"ACTIVATION": act, "LAST": is_channels_last(x), **TILE}
-    grid = (cdiv(x.numel(), TILE["BLOCK"]),)
+    how = {"ACTIVATION": act, "LAST": is_channels_last(x), **CHAIN_TILE}
+    grid = (cdiv(x.numel(), CHAIN_TILE["BLOCK"]),)
     sizes = x.numel(), channels, length, groups, size
     channel_norm_kernel[grid](t, *sizes, **how)
     return y
@@ -216,8 +216,8 @@ def is_channels_last(x: Tensor) -> bool:
 def gated_sum(residual: Tensor, branch: Tensor, gate: Tensor, places: GatePlaces) -> Tensor:
     """Return residual + gate * branch, tensors with one layout but for the gate."""
     y = torch.empty_like(branch)
-    grid = (cdiv(branch.numel(), TILE["BLOCK"]),)
-    gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **TILE)
+    grid = (cdiv(branch.numel(), CHAIN_TILE["BLOCK"]),)
+    gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **CHAIN_TILE)
     return y
 
 

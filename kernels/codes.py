@@ -35,7 +35,7 @@ from .runtime import (
 )
 
 # bytes that a program makes or reads: 236 registers of a thread with 4096, and AMD's spill
-MAX_BLOCK = 1024
+MAX_COLUMNS = 1024
 
 
 class FourSteps(NamedTuple):
@@ -71,7 +71,7 @@ def width_of(n: int) -> int:
 def launch_of(m: int, n: int) -> tuple[tuple[int], dict[str, int]]:
     """Return the grid and the tile for m rows of n columns: part of a row for each program."""
     width = width_of(n)
-    block = max(128, min(MAX_BLOCK, next_power_of_2(width)))
+    block = max(128, min(MAX_COLUMNS, next_power_of_2(width)))
     return (m * cdiv(width, block),), {"BLOCK": block, "num_warps": min(8, block // 128)}
 
 

@@ -17,7 +17,7 @@ from .runtime import cdiv, jit_kernel, load, row_blocks, store, tl
 
 # counters of a program, each for eight elements
 BLOCK = 256
-WORDS = 8
+WORDS_OF_DRAW = 8
 
 
 def threshold_of(p: float) -> int:
@@ -55,7 +55,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     first = first_row * x.shape[1]
     n = x.shape[1]
     if kernel != "aten":
-        groups = (first + x.numel() + WORDS - 1) // WORDS - first // WORDS
+        groups = (first + x.numel() + WORDS_OF_DRAW - 1) // WORDS_OF_DRAW - first // WORDS_OF_DRAW
         numbers = first, x.numel(), threshold_of(p), scale
         dropout_kernel[(cdiv(groups, BLOCK),)](x, y, seed, *numbers, BLOCK=BLOCK)
         return y
@@ -70,7 +70,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
 
 def drawn_words(seed: int, first: int, count: int) -> Tensor:
     """Return the words of elements `first` to `first + count`, as int32."""
-    skipped = first % WORDS
-    generator = np.random.Philox(key=seed, counter=first // WORDS)
+    skipped = first % WORDS_OF_DRAW
+    generator = np.random.Philox(key=seed, counter=first // WORDS_OF_DRAW)
     raw = generator.random_raw((skipped + count + 1) // 2)
     return torch.from_numpy(raw.view(np.int32))[skipped : skipped + count]

@@ -17,7 +17,7 @@ from .routed import Route, as_rows, blocks_of_rows, per_token, scores_by_row, sc
 from .runtime import cdiv, is_exact, jit_kernel, load, store, tl, triton
 
 # a warp covers a row of it, 8 elements a thread
-TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
+GATE_TILE = {"BLOCK_M": 4, "BLOCK_N": 256, "num_warps": 4}
 # the derivative of clamp at a limit itself: torch 2.14 changed it from 1 to 0
 LIMIT_PASSES = torch.__version__ < (2, 14)
 PASSES = tl.constexpr(LIMIT_PASSES)
@@ -244,9 +244,9 @@ def _launch_gate(
 ) -> None:
     """Write h by one kernel."""
     m, n = h.shape
-    grid = (cdiv(m, TILE["BLOCK_M"]) * cdiv(n, TILE["BLOCK_N"]),)
+    grid = (cdiv(m, GATE_TILE["BLOCK_M"]) * cdiv(n, GATE_TILE["BLOCK_N"]),)
     operands = *_pair(z, gate, up), scores.contiguous(), route.order, h
-    gate_kernel[grid](*operands, m, n, z.stride(0), *rule_of(gating), **TILE)
+    gate_kernel[grid](*operands, m, n, z.stride(0), *rule_of(gating), **GATE_TILE)
 
 
 def _pair(z: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -305,9 +305,9 @@ def _launch_gate_grad(
     """Fill `out` by one kernel."""
     m, n = dh.shape
     sizes = m, n, len(route.ends)
-    grid = (cdiv(m, TILE["BLOCK_M"]),)
+    grid = (cdiv(m, GATE_TILE["BLOCK_M"]),)
     gate_grad_kernel[grid](
-        dh, scores.contiguous(), route.order, out, *sizes, *rule_of(gating), **TILE
+        dh, scores.contiguous(), route.order, out, *sizes, *rule_of(gating), **GATE_TILE
     )
 
 

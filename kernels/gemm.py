@@ -56,11 +56,11 @@ SHORT_K = 1024
 # float32 without TF32 runs on the scalar units, which need small tiles
 SCALAR = Tile(64, 64, 16, 8, 2)
 
-_LONG = Tile(128, 256, 64, 8, 3, 8)
+_LONG_TILE = Tile(128, 256, 64, 8, 3, 8)
 _SHORT = Tile(128, 128, 64, 8, 3, 2)
 _HYBRID_LONG = Tile(256, 128, 64, 8, 3, 8)
 _HYBRID_SHORT = Tile(128, 128, 64, 8, 3, 4)
-_SMALL = Tile(64, 64, 32, 8, 3)
+_SMALL_TILE = Tile(64, 64, 32, 8, 3)
 _TF32 = Tile(128, 128, 32, 8, 3, 2)
 _AMPERE = Tile(128, 128, 32, 8, 3, 4)
 _NARROW = Tile(128, 64, 32, 8, 3, 2)
@@ -72,15 +72,15 @@ _INTERPRETED = 5 * (Tile(32, 64, 16, 4, 1, 2),)
 # hybrid epilogue, and of operands that tensor descriptors cannot address; the last three need
 # registers, as a hybrid epilogue reads as much as it writes
 TILES = {
-    ("sm_80", 2): (_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL),
-    ("sm_80", 4): 5 * (_SMALL,),
-    ("sm_90", 2): (_LONG, _SHORT, _HYBRID_LONG, _HYBRID_SHORT, _SMALL),
-    ("sm_90", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
+    ("sm_80", 2): (_AMPERE, _AMPERE, _NARROW, _NARROW, _SMALL_TILE),
+    ("sm_80", 4): 5 * (_SMALL_TILE,),
+    ("sm_90", 2): (_LONG_TILE, _SHORT, _HYBRID_LONG, _HYBRID_SHORT, _SMALL_TILE),
+    ("sm_90", 4): (_TF32, _TF32, _SMALL_TILE, _SMALL_TILE, _SMALL_TILE),
     # 256 rows of dh spill
-    ("sm_100", 2): (_LONG, _SHORT, _HYBRID_SHORT, _HYBRID_SHORT, _SMALL),
-    ("sm_100", 4): (_TF32, _TF32, _SMALL, _SMALL, _SMALL),
-    ("gfx9", 2): (_CDNA, _CDNA, _NARROW, _NARROW, _SMALL),
-    ("gfx9", 4): 5 * (_SMALL,),
+    ("sm_100", 2): (_LONG_TILE, _SHORT, _HYBRID_SHORT, _HYBRID_SHORT, _SMALL_TILE),
+    ("sm_100", 4): (_TF32, _TF32, _SMALL_TILE, _SMALL_TILE, _SMALL_TILE),
+    ("gfx9", 2): (_CDNA, _CDNA, _NARROW, _NARROW, _SMALL_TILE),
+    ("gfx9", 4): 5 * (_SMALL_TILE,),
     ("interpreter", 2): _INTERPRETED,
     ("interpreter", 4): _INTERPRETED,
 }

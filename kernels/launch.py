@@ -47,9 +47,11 @@ _ARGUMENTS = (*_CONSTANTS, float, Tensor, nn.Parameter)
 class Launch(NamedTuple):
     """A remembered launch."""
 
-    # the compiled kernel's launcher, and two of its arguments
+    # the compiled kernel's launcher
     run: Callable[..., None]
+    # an argument of it: the handle of the compiled function
     function: Any
+    # another: the packed metadata
     metadata: Any
     # the values of the parameters after the positional arguments
     constants: tuple[Any, ...]
@@ -72,7 +74,7 @@ class Kernel(JITFunction):
         return partial(self.launch, grid)
 
     def launch(self, grid: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Launch the kernel; return what Triton does, or None for a remembered launch."""
+        """Launch the kernel; return Triton's own result, or None for a remembered launch."""
         described = [*kwargs, *map(type, kwargs.values()), *kwargs.values()]
         device, addresses = describe(args, described)
         if device >= 0 and device != _current_device():
@@ -148,7 +150,7 @@ _launch = Kernel.launch
 
 
 def describe(values: Iterable[Any], key: list[Any]) -> tuple[int, int]:
-    """Append what compiled code may depend on of these arguments to `key`.
+    """Append the properties of these arguments on which compiled code may depend to `key`.
 
     Return the index of the first tensor's device, -1 for none that is on a GPU, and the bits that
     are set in any address.

@@ -17,7 +17,7 @@ from .partials import partial_sums, store_summed, sum_partials
 from .runtime import cdiv, column_sums, is_exact, jit_kernel, load, row_blocks, store, tl, triton
 
 FLAT = {"BLOCK": 4096, "num_warps": 8}
-TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
+ACT_TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
 
 
 @jit_kernel
@@ -139,11 +139,11 @@ def act_grad(
     """Fill `out` from dh [M, N], columns adjacent; return db and db_up [N] where needed."""
     m, n = dh.shape
     assert dh.stride(1) == 1 or n == 1
-    row_tiles = cdiv(m, TILE["BLOCK_M"])
+    row_tiles = cdiv(m, ACT_TILE["BLOCK_M"])
     sums = partial_sums(dh, needs_db, row_tiles, n)
     out = out.launched(**sums)
-    grid = (row_tiles * cdiv(n, TILE["BLOCK_N"]),)
-    act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **TILE)
+    grid = (row_tiles * cdiv(n, ACT_TILE["BLOCK_N"]),)
+    act_grad_kernel[grid](dh, dh.stride(0), out, m, n, activation, **ACT_TILE)
     return sum_partials(sums.get("db"), sums.get("db_up"))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .runtime import cdiv, jit_kernel, load, store, tl, triton
 
-TILE = {"BLOCK_M": 256, "BLOCK_N": 16, "num_warps": 8}
+SUM_TILE = {"BLOCK_M": 256, "BLOCK_N": 16, "num_warps": 8}
 
 
 def partial_sums(like: Tensor, needs: tuple[bool, bool], row_tiles: int, n: int) -> dict[str, Any]:
@@ -59,6 +59,6 @@ def sum_partials(
     m, n = present.shape
     total = None if first is None else first.new_empty(n, dtype=dtype)
     second_total = None if second is None else second.new_empty(n, dtype=dtype)
-    grid = (cdiv(n, TILE["BLOCK_N"]),)
-    sum_partials_kernel[grid](*pair, total, second_total, m, n, **TILE)
+    grid = (cdiv(n, SUM_TILE["BLOCK_N"]),)
+    sum_partials_kernel[grid](*pair, total, second_total, m, n, **SUM_TILE)
     return total, second_total

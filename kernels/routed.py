@@ -21,9 +21,9 @@ from torch import Tensor
 from .runtime import cdiv, jit_kernel, load, next_power_of_2, row_blocks, store, tl, triton
 
 # slots of a program; tiles of experts that are counted, and of blocks and experts that are added up
-SLOTS = 64
+SLOTS_OF_BLOCK = 64
 EXPERTS = tl.constexpr(64)
-SCAN: dict[str, Any] = {"BLOCK": 64, "EXPERTS": 16}
+SCAN_TILE: dict[str, Any] = {"BLOCK": 64, "EXPERTS": 16}
 
 
 class Route(NamedTuple):
@@ -193,17 +193,17 @@ def sorted_rows(index: Tensor, num_experts: int) -> tuple[Tensor, ...]:
     numel = index.numel()
     top_k = index.shape[-1]
     # a negative index counts as one more expert, and none as another
-    width: int = max(SCAN["EXPERTS"], next_power_of_2(num_experts + 2))
-    blocks = cdiv(numel, SLOTS)
+    width: int = max(SCAN_TILE["EXPERTS"], next_power_of_2(num_experts + 2))
+    blocks = cdiv(numel, SLOTS_OF_BLOCK)
     counts = index.new_empty(blocks, width, dtype=torch.int32)
     totals = index.new_empty(width, dtype=torch.int64)
     order, tokens = (index.new_empty(numel, dtype=torch.int64) for _ in range(2))
     places = index.new_empty(index.shape, dtype=torch.int64)
     ends = index.new_empty(num_experts, dtype=torch.int32)
     results: tuple[Tensor, ...] = order, tokens, places, ends
-    tile: dict[str, Any] = {"BLOCK": SLOTS}
+    tile: dict[str, Any] = {"BLOCK": SLOTS_OF_BLOCK}
     count_kernel[blocks,](index, counts, numel, num_experts, width, **tile)
-    scan_kernel[width // SCAN["EXPERTS"],](counts, totals, blocks, width, **SCAN)
+    scan_kernel[width // SCAN_TILE["EXPERTS"],](counts, totals, blocks, width, **SCAN_TILE)
     tile["EXPERTS"] = width
     place_kernel[max(1, blocks),](
         index, counts, totals, *results, numel, num_experts, top_k, **tile

@@ -35,6 +35,8 @@ if HAS_TRITON and not IS_INTERPRETED:
     jit_kernel = Kernel
 # float64 always runs on ATen
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# half precision
+HALF = (torch.bfloat16, torch.float16)
 # of a block of rows on a CPU: its float32 temporaries then stay in cache
 BLOCK_ELEMENTS = 1 << 19
 

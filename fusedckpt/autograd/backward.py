@@ -17,7 +17,8 @@ from fusedckpt.autograd import private, tracker
 from fusedckpt.autograd.index import versions_of
 from fusedckpt.autograd.private import pytree
 
-_PLAIN = frozenset((Tensor, nn.Parameter, type(None)))
+# classes of tensors without ops of their own; None is absent
+DENSE = frozenset((Tensor, nn.Parameter, type(None)))
 _library = torch.library.Library("fusedckpt", "DEF")
 
 
@@ -37,7 +38,7 @@ def begin(ctx: Any, *dys: Tensor | None) -> tuple[list[bool], list[Any], bool] |
     if torch.compiler.is_compiling() or is_batch(dys) or present[0].device.type == "meta":
         return needs, saved, False
     # hooks may have handed out tensors of any class
-    return needs, saved, is_unwatched() and _PLAIN.issuperset(map(type, (*dys, *saved)))
+    return needs, saved, is_unwatched() and DENSE.issuperset(map(type, (*dys, *saved)))
 
 
 def wanted_gradients(ctx: Any) -> list[bool]:

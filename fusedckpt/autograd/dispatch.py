@@ -128,14 +128,14 @@ def is_recorded(x: Any) -> bool:
 
 # torch's own classes that take any op: those of tracing, and of a result that a collective fills
 _TRANSPARENT = ("FakeTensor", "FunctionalTensor", "AsyncCollectiveTensor")
-_HOOKS = ("__torch_function__", "__torch_dispatch__")
+_OVERRIDES = ("__torch_function__", "__torch_dispatch__")
 
 
 def is_plain(kind: type[Tensor]) -> bool:
     """Whether tensors of a class are as any other: it says nothing about ops on them."""
     if kind is Tensor or kind is nn.Parameter or kind.__name__ in _TRANSPARENT:
         return True
-    return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _HOOKS)
+    return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _OVERRIDES)
 
 
 def are_plain(*values: Any) -> bool:
@@ -232,7 +232,7 @@ class Decided(Protocol):
         ...
 
 
-# what `plan` returns where a module calls the forward of its own class, and its children's
+# returned by `plan` where a module calls the forward of its own class, and its children's
 OWN_FORWARD = "own forward"
 
 

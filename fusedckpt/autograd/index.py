@@ -1,13 +1,13 @@
 """Where a tensor comes from: the one index of recipes, by storage.
 
-What is known of a storage's content is an attribute of the storage, so views and aliases share it,
+The entry of a storage's content is an attribute of the storage, so views and aliases share it,
 and it goes with the storage: no other storage is taken for it. A write changes the version, which
 ends it. It keeps no graph: it holds parameters, as long as the tensor that they made lives, and a
 recipe alone while the forward that follows its functions runs (`tracker`).
 
-A maker's recipe is made when its first reader asks, from what the graph has saved by then, and is
-the same for all readers as long as there is one. It is of a tensor of the graph, not of its bytes:
-readers need that tensor, or a view of it, as an alias hides its hooks and its node.
+A maker's recipe is made when its first reader asks, from tensors that the graph has saved by
+then, and is the same for all readers as long as there is one. It is of a tensor of the graph, not
+of its bytes: readers need that tensor, or a view of it, as an alias hides its hooks and its node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINEAR = "linear"
 ACTIVATION = "activation"
 
 # returns the source of a tensor, given that and the parameters that were put with it; None where
-# what it is made from is gone. It holds no tensor
+# the tensors that it is made from are gone. It holds no tensor
 Source = Callable[[Tensor, Sequence[Tensor | None]], Leaf | Made | None]
 _ROW = "_fusedckpt_known"
 # in place of a leaf: torch.utils.swap_tensors takes no parameter with a weak reference
@@ -39,7 +39,7 @@ _LEAF = torch.empty(0)
 
 
 class Known(weakref.ref[Tensor]):
-    """What is known of a storage's content; a weak reference to the tensor that had it."""
+    """The entry of a storage's content; a weak reference to the tensor that had it."""
 
     # of the tensor, when it had it
     version: int
@@ -62,12 +62,12 @@ class Known(weakref.ref[Tensor]):
     # the last call that made the tensor or saved its recipe; a check of the tensor at a reader
     at: next_call.CallSite | None = None
     check: Callable[[Tensor], None] | None = None
-    # what was known of this content before
+    # the entry of this content before
     older: Known | None = None
 
 
 def known_of(tensor: Tensor) -> Known | None:
-    """Return what is known of a tensor's content as it is now."""
+    """Return the entry of a tensor's content as it is now."""
     known: Known | None = getattr(tensor.untyped_storage(), _ROW, None)
     if known is None or known.version != tensor._version or known.dtype is not tensor.dtype:
         return None
@@ -109,7 +109,7 @@ def put(
 
 
 def take_back(tensor: Tensor, known: Known, before: Known | None) -> None:
-    """Put back what was known of a tensor before, unless it was written since."""
+    """Put back the entry of a tensor before, unless it was written since."""
     if known_of(tensor) is known:
         setattr(tensor.untyped_storage(), _ROW, before)
 

@@ -11,6 +11,15 @@ from fusedckpt.autograd import arguments
 
 # from the fewest saved bytes to the most
 LEVELS = ("inputs", "gate", "preact")
+# of each kind of layer
+LEVELS_OF = {
+    "linear_act": ("inputs", "preact"),
+    "mlp": ("inputs", "preact"),
+    "gated_mlp": LEVELS,
+    "norm_linear": ("inputs",),
+    "head": ("inputs", "preact"),
+    "experts": LEVELS,
+}
 
 
 # a thread-local, because Dynamo traces through it where a ContextVar would break the graph

@@ -18,13 +18,13 @@ _BETWEEN = "torch.nn.modules.module", "torch.autograd.function", "torch._ops"
 _is_between: dict[str, bool] = {}
 # instructions that run no code beyond that of attributes
 _LOADS = ("LOAD_", "STORE_FAST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "DICT_MERGE")
-_OTHERS = frozenset(
+_QUIET = frozenset(
     ("PUSH_NULL", "PRECALL", "CACHE", "KW_NAMES", "NOP", "COPY", "SWAP", "POP_TOP", "DUP_TOP")
     + ("ROT_TWO", "ROT_THREE", "EXTENDED_ARG", "UNPACK_SEQUENCE", "NOT_TAKEN", "LIST_TO_TUPLE")
 )
 # by the number of a code, that and the pairs of places that were looked at
 _paths: dict[int, tuple[CodeType, dict[tuple[int, int], bool]]] = {}
-_MOST = 4096
+_MOST_CODES = 4096
 
 
 class CallSite(NamedTuple):
@@ -38,7 +38,7 @@ class CallSite(NamedTuple):
 
 
 class _Last:
-    """The place of the last call of ours: what was noted before another one proves nothing."""
+    """The place of the last call of ours: a note from before another call proves nothing."""
 
     place: CallSite | None = None
 
@@ -73,7 +73,7 @@ def note(before: CallSite | None = None) -> tuple[CallSite | None, bool]:
     # by its number, as a code's hash takes longer
     known = _paths.get(id(place.code))
     if known is None:
-        if len(_paths) >= _MOST:
+        if len(_paths) >= _MOST_CODES:
             _paths.clear()
         known = _paths[id(place.code)] = (place.code, {})
     is_straight = known[1].get((last.at, place.at))
@@ -98,6 +98,6 @@ def _only_loads(code: CodeType, start: int, end: int) -> bool:
         if instruction.offset >= end:
             return True
         name = instruction.opname
-        if not (name.startswith(_LOADS) or name in _OTHERS):
+        if not (name.startswith(_LOADS) or name in _QUIET):
             return False
     return False

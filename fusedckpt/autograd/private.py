@@ -123,7 +123,7 @@ num_function_modes: Callable[[], int] = _probe("_C._len_torch_function_stack", _
 function_modes: Callable[[], list[Any]] = _probe("overrides._get_current_function_mode_stack", list)
 function_mode: Callable[[], Any] = _probe("overrides._get_current_function_mode", _none)
 without_function_mode: Any = _probe("overrides._pop_mode_temporarily", nullcontext)
-# removes the innermost one and adds it again. Without them it sees what code of ours reads, too
+# removes the innermost one and adds it again. Without them it sees the reads of our code, too
 pop_function_mode: Callable[[], Any] = _probe("_C._pop_torch_function_stack", _none)
 push_function_mode: Callable[[Any], None] = _probe("_C._push_on_torch_function_stack", _none)
 is_profiled: Callable[[], bool] = _probe("autograd._profiler_enabled", _true)
@@ -237,7 +237,7 @@ top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or _none, False)
 
 
 # returns the user's hooks, below those of checkpoints, for selective checkpoints. Before torch 2.14
-# these ask for none, and no hook has to say whose it is
+# these ask for none, and no hook has to name its owner
 user_hooks: Any = _probe("utils.checkpoint._current_user_saved_tensors_hooks", None)
 
 
@@ -250,9 +250,9 @@ def respect_hooks(context: Any, respects: bool | None) -> None:
         context.respect_saved_tensors_hooks = respects
 
 
-_HOOKS = {"_checkpoint_hook": "forward", "_recomputation_hook": "recompute"}
-_PHASES = {f"{name}.__init__.<locals>.pack_hook": phase for name, phase in _HOOKS.items()}
-if None in [_probe(f"utils.checkpoint.{name}", None) for name in _HOOKS]:
+_STOCK_HOOKS = {"_checkpoint_hook": "forward", "_recomputation_hook": "recompute"}
+_PHASES = {f"{name}.__init__.<locals>.pack_hook": phase for name, phase in _STOCK_HOOKS.items()}
+if None in [_probe(f"utils.checkpoint.{name}", None) for name in _STOCK_HOOKS]:
     _PHASES = {}
 
 
@@ -423,14 +423,16 @@ def function_of(node: Any) -> Any:
     return getattr(type(node), "_forward_cls", None)
 
 
+# of every module, before its class adds its own
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 # by kind, the hooks on all modules. Without them fused layers do not call children that such a hook
 # of other code would see
-_OF_MODULES = nn.modules.module
+_MODULE_FILE = nn.modules.module
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
-    _probe("_global_forward_pre_hooks", {}, _OF_MODULES),
-    _probe("_global_forward_hooks", {}, _OF_MODULES),
-    _probe("_global_backward_pre_hooks", {}, _OF_MODULES),
-    _probe("_global_backward_hooks", {}, _OF_MODULES),
+    _probe("_global_forward_pre_hooks", {}, _MODULE_FILE),
+    _probe("_global_forward_hooks", {}, _MODULE_FILE),
+    _probe("_global_backward_pre_hooks", {}, _MODULE_FILE),
+    _probe("_global_backward_hooks", {}, _MODULE_FILE),
 )
 # packages whose hooks on all modules, and function modes, change no result
 KNOWN_PACKAGES = "torch.", "fusedckpt."

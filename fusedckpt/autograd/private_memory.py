@@ -84,7 +84,7 @@ _aten = torch.ops.aten
 _choose: Any = getattr(torch, "_fused_sdp_choice", None)
 _fused: Any = getattr(_aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 _formula: Any = getattr(_aten, "_scaled_dot_product_attention_math", None)
-_FLASH = 1
+_FUSED_CHOICE = 1
 
 # the op that reads a number. Without it a read raises an error of torch's own
 READ: Any = getattr(_aten, "_local_scalar_dense", None)
@@ -248,7 +248,7 @@ def _attention(
     """Return F.scaled_dot_product_attention; masks become numbers, as they do there."""
     options: Any = {"scale": scale, "enable_gqa": enable_gqa}
     inputs = (None if x is None else _without_memory(x) for x in (q, k, v, attn_mask))
-    if _choose(*inputs, dropout_p, is_causal, **options) != _FLASH:
+    if _choose(*inputs, dropout_p, is_causal, **options) != _FUSED_CHOICE:
         return _formula(q, k, v, attn_mask, dropout_p, is_causal, **options)[0]
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill_(attn_mask, 1.0)

@@ -189,7 +189,7 @@ class Made:
         self._left -= 1
         if self._left > 0 and backward_id() != -1:
             if self._values is None:
-                # by a weak reference, as this holds what its graph has freed by then
+                # by a weak reference, as this holds tensors that its graph has freed by then
                 at_end_of_backward(partial(_forget, weakref.ref(self)))
             self._values = values
         else:
@@ -244,7 +244,7 @@ CHECKS: list[Callable[[str, Tensor], Callable[[Tensor], None] | None]] = []
 
 
 def check_of(source: Leaf | Made, tensor: Tensor) -> Callable[[Tensor], None] | None:
-    """Return a check that a source makes what is in a tensor now."""
+    """Return a check that a source makes the values of a tensor now."""
     if not CHECKS or source.__class__ is Leaf:
         return None
     return CHECKS[0](source.name, tensor)

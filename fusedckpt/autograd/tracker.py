@@ -67,7 +67,7 @@ _observer: ContextVar[Callable[[Choice], Any] | None] = ContextVar("observer", d
 
 @contextmanager
 def choices() -> Iterator[list[Choice]]:
-    """Note what functions with recipes save inside, in their order, in the list that it yields."""
+    """Yield a list in which functions with recipes note the tensors that they save, in order."""
     noted: list[Choice] = []
     token = _observer.set(noted.append)
     try:
@@ -121,9 +121,9 @@ class Tracker:
         # the last view that was saved in place of a tensor
         self.saved: View | None = None
         self._observe = _observer.get()
-        # for what is known by this tracker
+        # for the entries of this tracker
         self.reference = weakref.ref(self)
-        # what is known of results, by weak references
+        # the entries of results, by weak references
         self._made: list[weakref.ref[Known]] = []
 
     def find(self, tensor: Tensor) -> View | None:
@@ -184,8 +184,11 @@ class Tracker:
         So a layer that saves recipes without a tracker saves the same ones with it.
         """
         before = self.floor, self.limit, self.copies_parameters
-        note_remade, self.note_remade = self.note_remade, None
-        self.floor, self.limit, self.copies_parameters = 0, NO_LIMIT, copies_parameters
+        note_remade = self.note_remade
+        self.note_remade = None
+        self.floor = 0
+        self.limit = NO_LIMIT
+        self.copies_parameters = copies_parameters
         try:
             yield
         finally:
@@ -276,7 +279,7 @@ class Tracker:
         if self._observe is not None:
             self._observe(_choice(tensor, made, is_cut))
         if known is None or made is None or is_cut:
-            # saved as it is, as what is known as saved already
+            # saved as it is, as a tensor that is known as saved
             made = None
             known = self.note_saved(tensor)
             assert known.leaf is not None

@@ -2,7 +2,7 @@
 
 programs, head, experts, gated_norm   options of a call, and the program that they plan
 builder, steps, routed_steps          a program is built of steps; a step writes kernel calls
-program, call                         the records: a program; a checked call, and what it saves
+program, call                         the records: a program; a checked call, and its saved tensors
 derive, writer                        the schedules of forward and backward, and their text
 block, run, ops                       the autograd Function, its schedules at work, its torch ops
 validate, operands, quantized         errors of a call; weights with adapters, or dequantized

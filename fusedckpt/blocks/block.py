@@ -35,9 +35,6 @@ from fusedckpt.blocks.operands import (
 from fusedckpt.blocks.run import IS_PRESENT
 from fusedckpt.blocks.writer import Flags, Schedule
 
-# the classes of tensors without adapters or quantization
-_DENSE = frozenset((Tensor, torch.nn.Parameter, type(None)))
-
 
 class Block(torch.autograd.Function):
     """A call of a fused layer; its arguments after the phase are inputs, then parameters.
@@ -67,7 +64,7 @@ class Block(torch.autograd.Function):
         compute = run.forward if call.is_unwatched or quantized else ops.forward_op
         results = compute(call, saved.forward, tensors)
         to_save = inputs + list(map(results.__getitem__, saved.results)) + params
-        # a selective checkpoint's recompute finds what its forward made, and no products
+        # a selective checkpoint's recompute finds the results of its forward, and no products
         products = [results[i] if 0 <= i < len(results) else None for i in saved.product_places]
         if phase is None:
             ctx.save_for_backward(*to_save, *products)
@@ -193,7 +190,8 @@ def run_layer(
         if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
             return _compiled(described, x, between, linears)
         dense = tensors = list(chain.from_iterable(linears))
-        if not _DENSE.issuperset(map(type, tensors)) and layer.linears and are_adapted(linears):
+        is_dense = autograd.DENSE.issuperset(map(type, tensors))
+        if not is_dense and layer.linears and are_adapted(linears):
             described, tensors, dense = _operands_of(described, x, between, linears)
     call, phase, _ = dispatch.decide(described, x, *between, *dense)
     prepared = between if prepare is None else prepare(*between)

@@ -18,8 +18,8 @@ from fusedckpt.blocks.program import Program, ProgramStep
 from fusedckpt.blocks.steps import Dropout, Gemm, Norm
 
 # the linears of each function; those of norm_linear are numbered
-LINEAR = (LinearNames("weight", "bias"),)
-PLAIN = (LinearNames("fc1_weight", "fc1_bias"), LinearNames("fc2_weight", "fc2_bias"))
+ONE_LINEAR = (LinearNames("weight", "bias"),)
+TWO_LINEARS = (LinearNames("fc1_weight", "fc1_bias"), LinearNames("fc2_weight", "fc2_bias"))
 _GATE = LinearNames("gate_weight", "gate_bias")
 _UP = LinearNames("up_weight", "up_bias")
 _DOWN = LinearNames("down_weight", "down_bias")
@@ -31,7 +31,12 @@ _ROUTED_DOWN = LinearNames("down", "down_bias")
 ROUTED = (LinearNames("gate_up", "gate_up_bias"), _ROUTED_DOWN)
 _ROUTED_HALVES = [LinearNames(f"gate_up.{i}", f"gate_up.{i}_bias") for i in (0, 1)]
 ROUTED_GATED = (*_ROUTED_HALVES, _ROUTED_DOWN)
-_FUNCTIONS = {LINEAR: "linear_act", PLAIN: "mlp", GATED: "gated_mlp", PACKED: "gated_mlp"}
+_FUNCTION_OF = {
+    ONE_LINEAR: "linear_act",
+    TWO_LINEARS: "mlp",
+    GATED: "gated_mlp",
+    PACKED: "gated_mlp",
+}
 
 
 class Linears(NamedTuple):
@@ -47,7 +52,7 @@ class Linears(NamedTuple):
     @property
     def function(self) -> str:
         """The name of the function that has these linears."""
-        return _FUNCTIONS.get(self.names, "norm_linear")
+        return _FUNCTION_OF.get(self.names, "norm_linear")
 
     @property
     def last(self) -> LinearNames | None:

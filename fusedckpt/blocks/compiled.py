@@ -73,12 +73,12 @@ grouped_product.register_autograd(_of_product, setup_context=_save)
 grouped_weight_grad.register_autograd(_of_weight_grad, setup_context=_save)
 
 
-_ATEN = torch.ops.aten
-_GEMMS = (
-    _ATEN.mm.default,
-    _ATEN.addmm.default,
-    _ATEN.bmm.default,
-    _ATEN.baddbmm.default,
+_aten = torch.ops.aten
+_GEMM_OPS = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
     torch.ops.fusedckpt.grouped_product.default,
 )
 # adapters have two GEMMs each
@@ -90,7 +90,7 @@ def _contexts(saved: tuple[int, ...]) -> Any:
     seen = {False: 0, True: 0}
 
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op not in _GEMMS:
+        if op not in _GEMM_OPS:
             return CheckpointPolicy.PREFER_RECOMPUTE
         number = seen[context.is_recompute]
         seen[context.is_recompute] = seen[context.is_recompute] + 1

@@ -26,7 +26,6 @@ from fusedckpt.blocks.routed_steps import Adapted, Gated, Grouped, Move, RouteRo
 from fusedckpt.kernels import routed
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 
-LEVELS = ("inputs", "gate", "preact")
 _INPUTS: tuple[str, ...] = ("x", "index", "scores")
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -74,7 +73,7 @@ class ExpertOptions(NamedTuple):
 
     def check(self, override: str | None) -> tuple[Gating, str]:
         """Return gating and save level; refuse invalid options."""
-        level = levels.level_of(self.caller, self.save, override, self.default, LEVELS)
+        level = levels.level_of(self.caller, self.save, override, self.default, levels.LEVELS)
         arguments.flag(self.caller, "is_transposed", self.is_transposed)
         validate.check_block_options(self.caller, False, self.chunks)
         if not isinstance(self.gating, ClampedSwiGLU):

@@ -17,8 +17,9 @@ from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import eager, validate
-from fusedckpt.blocks.builder import LINEAR, Builder, Linears, flat_of
+from fusedckpt.blocks.builder import ONE_LINEAR, Builder, Linears, flat_of
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels.cross_entropy import (
@@ -29,9 +30,8 @@ from fusedckpt.kernels.cross_entropy import (
     statistics_grad,
 )
 
-LEVELS = ("inputs", "preact")
 # logits of a chunk: as many bytes as this, or a fourth of the weight's
-CHUNK_BYTES = 64 << 20
+LOGIT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,12 @@ class HeadOptions(NamedTuple):
     name: str
     # how logits come from the linear
     rule: LogitRule
-    # into how many chunks rows are cut, None for as many as CHUNK_BYTES says
+    # into how many chunks rows are cut, None for as many as LOGIT_BYTES says
     chunks: int | None = None
     # the level of a call, None for the default
     save: str | None = None
     # the name of the weight
-    linears: Linears = Linears(LINEAR)
+    linears: Linears = Linears(ONE_LINEAR)
     # whether a module asks, which may run its own forward
     is_module: bool = False
     # the types in `rule`, as True equals 1
@@ -101,7 +101,7 @@ class HeadOptions(NamedTuple):
         arguments.integer(name, "ignore_index", rule.ignore_index, least=-(2**63))
         if self.chunks is not None:
             arguments.integer(name, "chunks", self.chunks, 1)
-        return levels.level_of(name, self.save, override, "inputs", LEVELS)
+        return levels.level_of(name, self.save, override, "inputs", LEVELS_OF["head"])
 
     def reference(self, x: Any, between: Any, linears: Sequence[tuple[Any, Any]]) -> Tensor:
         """Return the statistics by torch's own ops; between: the target alone."""
@@ -121,7 +121,7 @@ class HeadOptions(NamedTuple):
         name = self.name
         linears = self.linears.of(metas)
         validate.check_tensors(name, (Operand("x"), *self.linears.operands), (x, *flat_of(linears)))
-        by_names = dict(zip(LINEAR, linears, strict=True))
+        by_names = dict(zip(ONE_LINEAR, linears, strict=True))
         validate.check_linears(name, x, by_names, None, 1, adds=False)
         self._check(x, target)
         dtype = context.compute_dtype(x.dtype)
@@ -133,7 +133,7 @@ class HeadOptions(NamedTuple):
         on_aten = dispatch.is_aten(x.device, dtype, classes)
         wide = torch.promote_types(dtype, torch.float32)
         op = Statistics(self.rule, "aten" if on_aten else "triton", wide)
-        b.add(op, "y", (b.apply(b.linear(*LINEAR, linears[0]), None, "x", "z"), "target"))
+        b.add(op, "y", (b.apply(b.linear(*ONE_LINEAR, linears[0]), None, "x", "z"), "target"))
         level = level if context.grad else "inputs"
         chunks = self.chunks or 1
         if level == "inputs" and self.chunks is None:
@@ -165,4 +165,4 @@ def head_chunks_for(rows: int, classes: int, d: int, dtype: torch.dtype) -> int:
     Each chunk reads the weight, and adds to a float32 gradient as large: a large weight takes few.
     """
     size = classes * dtype.itemsize
-    return max(1, math.ceil(rows * size / max(CHUNK_BYTES, size * d // 4, 1)))
+    return max(1, math.ceil(rows * size / max(LOGIT_BYTES, size * d // 4, 1)))

@@ -141,10 +141,10 @@ _forward_op = define(
     _fake_forward,
     _flops_forward,
 )
-_BACKWARD = "Tensor?[] given, str call, str[] names, bool[] wanted) -> Tensor[]"
+_BACKWARD_SCHEMA = "Tensor?[] given, str call, str[] names, bool[] wanted) -> Tensor[]"
 _backward_op, _donating_op = [
     define(
-        f"{name}(Tensor?[] dys, Tensor{alias}[] products, {_BACKWARD}",
+        f"{name}(Tensor?[] dys, Tensor{alias}[] products, {_BACKWARD_SCHEMA}",
         implementation,
         _fake_backward,
         _flops_backward,

@@ -16,6 +16,7 @@ import torch
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import compiled, eager, run, validate
 from fusedckpt.blocks.builder import GATED, PACKED, Builder, Linears, flat_of
 from fusedckpt.blocks.eager import draw_seeds
@@ -28,14 +29,8 @@ from fusedckpt.blocks.operands import (
 )
 from fusedckpt.blocks.steps import Add, Hidden, Norm
 
-# of each function: its save levels, and its kernel variant beside "split"
-LEVELS = {
-    "linear_act": ("inputs", "preact"),
-    "mlp": ("inputs", "preact"),
-    "gated_mlp": ("inputs", "gate", "preact"),
-    "norm_linear": ("inputs",),
-}
-KERNELS = {"linear_act": "fused", "mlp": "hybrid", "gated_mlp": "hybrid"}
+# of each function: its kernel variant beside "split"
+VARIANTS = {"linear_act": "fused", "mlp": "hybrid", "gated_mlp": "hybrid"}
 # F.rms_norm takes them
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
@@ -98,13 +93,13 @@ class BlockOptions(NamedTuple):
         """Return activation and save level; refuse invalid options."""
         caller = self.caller
         function = self.linears.function
-        level = levels.level_of(caller, self.save, override, self.default, LEVELS[function])
+        level = levels.level_of(caller, self.save, override, self.default, LEVELS_OF[function])
         activation = validate.activation(caller, self.activation)
         validate.check_block_options(caller, self.residual, self.chunks)
         for key in ("dropout", "output_dropout"):
             arguments.probability(caller, key, getattr(self, key))
         if self.kernel is not None:
-            arguments.choice(caller, "kernel", self.kernel, ("split", KERNELS[function]))
+            arguments.choice(caller, "kernel", self.kernel, ("split", VARIANTS[function]))
             if not self.is_plain:
                 # adapters are GEMMs of their own
                 arguments.choice(caller, "kernel", self.kernel, ("split",))
@@ -210,7 +205,7 @@ class BlockOptions(NamedTuple):
             # the GEMM that the hybrid variant does itself contracts over the output features
             last = last[::-1]
         sizes: Any = (math.prod(x.shape[:-1]), *last)
-        return dispatch.variant_for(function, x, dtype, sizes, wish, KERNELS[function])
+        return dispatch.variant_for(function, x, dtype, sizes, wish, VARIANTS[function])
 
     def _steps(
         self,

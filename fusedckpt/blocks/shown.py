@@ -1,4 +1,4 @@
-"""What a call saves and what its backward does, as text: the schedules of every fused layer."""
+"""The saved tensors and the backward of a call, as text: the schedules of every fused layer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CallSchedules:
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
-    """Run fn(*args, **kwargs) once; return what its fused layers save, and their schedules.
+    """Run fn(*args, **kwargs) once; return the saves and schedules of its fused layers.
 
         print(fusedckpt.explain(mlp, x))
 

@@ -25,9 +25,7 @@ from fusedckpt.kernels import norm as norm_triton
 from fusedckpt.kernels import norm_aten
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import add_product, wide_product
-from fusedckpt.kernels.runtime import column_sums
-
-HALF = (torch.bfloat16, torch.float16)
+from fusedckpt.kernels.runtime import HALF, column_sums
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
 from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, output_dtype, widens_norm
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
+from fusedckpt.kernels.runtime import HALF
 
 CASTS = ("torch", "llama", "gemma")
-HALF = (torch.bfloat16, torch.float16)
 
 
 def activation(name: str, value: Any) -> str:
@@ -65,7 +65,7 @@ def check_dense(name: str, by_name: dict[str, Any]) -> bool:
 def check_shape(
     name: str, key: str, meta: Any, *shape: Any, must: str = "must be", beside: str = ""
 ) -> None:
-    """Refuse a tensor of another shape; None is absent. beside: what the shape follows from."""
+    """Refuse a tensor of another shape; None is absent. beside: the shapes that it follows from."""
     if meta is not None and tuple(meta.shape) != shape:
         raise ValueError(
             f"{name}: {key} {must} {shape_text(shape)}, got {list(meta.shape)}{beside}"

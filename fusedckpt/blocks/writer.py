@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from fusedckpt.blocks.program import Program, ProgramStep
 
 Flags = tuple[bool, ...]
-_VIEWS = ("t", "transpose")
+_VIEW_METHODS = ("t", "transpose")
 # columns before the tensors that are freed
 _WIDTH = 70
 
@@ -230,7 +230,7 @@ def _lines(graph: Graph) -> Iterator[str]:
 
 def _is_part(node: Node) -> bool:
     """Whether a node is a view of another one, or one of its results."""
-    is_view = node.op == "call_method" and node.target in _VIEWS
+    is_view = node.op == "call_method" and node.target in _VIEW_METHODS
     return is_view or node.target is operator.getitem
 
 

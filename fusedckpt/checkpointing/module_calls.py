@@ -38,13 +38,17 @@ _local = _Local()
 class _Buffer(NamedTuple):
     """A buffer at the first call of its module."""
 
+    # the module that has it
     module: nn.Module
-    # the dict that the module has it in then, and its name there
+    # the dict of the module that has it then
     buffers: Any
+    # its name there
     name: str
+    # the buffer
     tensor: Tensor | None
-    # its version, and its values; None where they are not put back
+    # its version; None where its values are not put back
     version: int | None
+    # its values; None where they are not put back
     copy: Tensor | None
 
 
@@ -118,7 +122,8 @@ class Buffers:
                     # no version counts this, as none counts a write by BatchNorm's kernels
                     noted.tensor.data.copy_(noted.copy)
                 # TorchScript's have no `get`
-                buffers, name = noted.buffers, noted.name
+                buffers = noted.buffers
+                name = noted.name
                 if name in buffers and buffers[name] is not noted.tensor:
                     buffers[name] = noted.tensor
         for module, attributes in self._modules.values() if self._attributes else ():

@@ -257,7 +257,7 @@ class Samples:
         self._gather.take()
 
     def recompute(self) -> Gather:
-        """Return what takes those of a recompute."""
+        """Return the object that takes those of a recompute."""
         return Gather(self._gather.room)
 
     def take_again(self, index: int, tensor: Tensor, recompute: Gather) -> None:
@@ -269,16 +269,17 @@ class Samples:
     def pairs(self, recompute: Gather) -> list[Pair]:
         """Return the samples with those of a recompute."""
         recompute.take()
-        before, now = self._gather, recompute
+        before = self._gather
+        now = recompute
         if [block.indices for block in before.blocks] == [block.indices for block in now.blocks]:
             blocks = zip(before.blocks, now.blocks, strict=True)
-            found = [(a.elements, b.elements, len(a.indices)) for a, b in blocks]
+            elements = [(a.elements, b.elements, len(a.indices)) for a, b in blocks]
         else:
             rows = before.rows()
-            found = [(rows[i], row, 1) for i, row in now.rows().items() if i in rows]
+            elements = [(rows[i], row, 1) for i, row in now.rows().items() if i in rows]
         return [
             Pair(self.name, a, b, count, self.is_late)
-            for a, b, count in found
+            for a, b, count in elements
             if (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
         ]
 
@@ -286,8 +287,11 @@ class Samples:
 class Pair(NamedTuple):
     """Elements of tensors in the forward of a function, and in its recompute."""
 
+    # the function
     name: str
+    # of its forward
     before: Tensor
+    # of its recompute
     now: Tensor
     # of how many tensors, each of as many elements
     num_tensors: int = 1

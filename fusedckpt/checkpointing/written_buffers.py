@@ -6,8 +6,8 @@ gradients would be silently wrong.
 
 Which buffers a module's forward writes is learned in its first call: the small ones are copied
 before it, and versions tell afterwards. Later calls copy those alone, and where there are none,
-they do no more than look that up. A recompute gets copies in place of the buffers, so that what it
-writes changes no buffer. BatchNorm's statistics are not read in training, and not copied.
+they do no more than look that up. A recompute gets copies in place of the buffers, so that it
+changes no buffer. BatchNorm's statistics are not read in training, and not copied.
 """
 
 from __future__ import annotations
@@ -50,8 +50,13 @@ class BufferPlace(NamedTuple):
 _Key = tuple[bool, Any]
 # classes of torch whose buffers are statistics
 _WITH_STATISTICS = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
 )
 # of modules that were called: the buffers that are written then
 _WRITTEN: weakref.WeakKeyDictionary[nn.Module, dict[_Key, list[BufferPlace]]]
@@ -60,12 +65,16 @@ _WRITTEN = weakref.WeakKeyDictionary()
 _named = weakref.WeakSet[type]()
 
 
-class _Noted(NamedTuple):
+class _BufferBefore(NamedTuple):
     """A buffer before a call."""
 
+    # the module that has it
     module: nn.Module
+    # its name there
     name: str
+    # the buffer
     tensor: Tensor
+    # its version
     version: int
     # its values, None where it is large and not known to be written
     copy: Tensor | None
@@ -93,8 +102,8 @@ class WrittenBuffers:
 
     def __init__(self, code: Any, roots: Sequence[nn.Module]):
         # modules in their first call, each with its buffers
-        self._firsts: list[tuple[nn.Module, _Key, list[_Noted]]] = []
-        self._noted: list[_Noted] = []
+        self._firsts: list[tuple[nn.Module, _Key, list[_BufferBefore]]] = []
+        self._noted: list[_BufferBefore] = []
         for root in roots:
             key = root.training, code
             places = _WRITTEN.get(root, {}).get(key)
@@ -184,23 +193,23 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             continue
 
 
-def _buffers_of(root: nn.Module) -> Iterator[_Noted]:
+def _buffers_of(root: nn.Module) -> Iterator[_BufferBefore]:
     """Yield the buffers in a module, with copies of the small ones."""
     with private.unseen(), torch.no_grad():
         for module in root.modules():
             for name, buffer in module._buffers.items() if module._buffers else ():
                 if is_state(buffer) and not _is_statistic(module, name):
                     copy = buffer.clone() if buffer.nbytes <= _SMALL else None
-                    yield _Noted(module, name, buffer, buffer._version, copy)
+                    yield _BufferBefore(module, name, buffer, buffer._version, copy)
 
 
-def _noted_at(places: Sequence[BufferPlace]) -> Iterator[_Noted]:
+def _noted_at(places: Sequence[BufferPlace]) -> Iterator[_BufferBefore]:
     with private.unseen(), torch.no_grad():
         for place in places:
             module = place.module()
             buffer = None if module is None else module._buffers.get(place.name)
             if module is not None and is_state(buffer):
-                yield _Noted(module, place.name, buffer, buffer._version, buffer.clone())
+                yield _BufferBefore(module, place.name, buffer, buffer._version, buffer.clone())
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:

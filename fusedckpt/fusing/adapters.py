@@ -104,7 +104,8 @@ def adapted(layer: nn.Module, weight: Any) -> Any:
     if not is_lora(layer):
         return weight
     lora: Any = layer
-    is_disabled, is_merged = lora.disable_adapters, lora.merged
+    is_disabled = lora.disable_adapters
+    is_merged = lora.merged
     if is_disabled and is_merged:
         return "an adapter that the next call unmerges"
     records = []

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.fusing.written_tensors import ModuleTensor, WrittenTensors
 from fusedckpt.state import rng
@@ -41,7 +42,6 @@ from fusedckpt.state.holders import (
 _MOST_ENTRIES = 1 << 10
 _MOST_OBJECTS = 1 << 8
 # attributes of every module: hooks, and members, of which a forward may replace some
-_OF_MODULES = frozenset(vars(nn.Module()))
 _MEMBERS = "_parameters", "_buffers", "_modules"
 # objects of these packages are no state of a model
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "fusedckpt"}
@@ -89,7 +89,7 @@ class CallState:
                 if tensor is not None:
                     members.append(ModuleTensor(module, name, tensor, versions_of(tensor)[0]))
             self._flags += [(p, p.requires_grad) for p in parameters.values() if _is_leaf(p)]
-            objects += [x for name, x in contents.items() if name not in _OF_MODULES]
+            objects += [x for name, x in contents.items() if name not in private.MODULE_ATTRIBUTES]
         for kind in classes:
             objects += [x for read in _class_readers(kind) for x in read()]
             for numbers in numbers_of(kind):

@@ -1,7 +1,7 @@
 """The names in the code of a class's methods: functions that it calls, attributes that it reads.
 
-They show what a forward may do where running it would not: in a branch that was not taken, or for
-inputs that are not known.
+They show operations that a forward may do and one run does not: in a branch that was not taken, or
+for inputs that are not known.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ def reads_in(function: CodeType, package: str | None = None) -> Iterator[CodeRea
         modules: dict[str, str] = {}
         instructions = [*dis.get_instructions(code)]
         for place, instruction in enumerate(instructions):
-            operation, name = instruction.opname, instruction.argval
+            operation = instruction.opname
+            name = instruction.argval
             if operation in ("LOAD_GLOBAL", "LOAD_NAME"):
                 yield _with_attributes("global", name, instructions, place)
             elif operation.endswith(("_GLOBAL", "_NAME")) and operation[:4] in ("STOR", "DELE"):

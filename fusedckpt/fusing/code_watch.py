@@ -21,14 +21,18 @@ _PURE += ("networkx", "opt_einsum", "optree", "packaging", "setuptools", "sympy"
 _PURE += ("typing_extensions",)
 # packages whose functions are taken as they are
 LIBRARIES = sys.stdlib_module_names | {
-    *("builtins", "torch", "numpy", "triton", "fusedckpt"),
+    "builtins",
+    "torch",
+    "numpy",
+    "triton",
+    "fusedckpt",
     *_PURE,
 }
 # modules of Python's library whose functions return something else each time
 CHANGING = frozenset(("datetime", "os", "posix", "nt", "secrets", "threading", "time", "uuid"))
 # whose functions read `os.environ` for others
 _MAPPINGS = ("os", "_collections_abc", "collections.abc")
-# functions of `os` that read the environment, and what they call
+# functions of `os` that read the environment, and those that they call
 _OF_ENVIRONMENT = frozenset(
     ("__contains__", "__getitem__", "decode", "encode", "encodekey", "fsdecode", "fsencode", "get")
     + ("getenv", "check_str")

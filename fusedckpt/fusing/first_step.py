@@ -12,8 +12,8 @@ and the first training call shows them. The step is the user's own, observed:
       it did not                it stays as it is
 
 So loss, gradients, random states and buffers are those of a step without, and the step saves less
-already. The second runs take the memory of one module at a time. What a module writes in its second
-run is undone; a module of which that cannot be said stays, and the report names it.
+already. The second runs take the memory of one module at a time. The writes of its second run
+are undone; a module of which that cannot be said stays, and the report names it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Waiting:
 
 
 class PlaceInModel(NamedTuple):
-    """What a module that waits, or the model around, has in its attribute `WAITS`."""
+    """The record in the attribute `WAITS` of a module that waits, or of the model around."""
 
     waiting: Waiting
     # its name in the model
@@ -211,14 +211,14 @@ def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
     names = {module: name for name, module in model.named_modules()}
     with on_trial():
         args, kwargs = _copied((args, kwargs))
-        found = mixers_in_run(model, args, kwargs, _swapped_in(model))
-    if isinstance(found, str):
+        mixers = mixers_in_run(model, args, kwargs, _swapped_in(model))
+    if isinstance(mixers, str):
         for _, place in places:
-            place.waiting.obstacle = found
+            place.waiting.obstacle = mixers
         return
     for top, place in places:
         for module, full_name in _undecided_in(top, place).items():
-            kinds = found.get(names[module])
+            kinds = mixers.get(names[module])
             swap = None if kinds is None else recomputing_swap(module, kinds, place.waiting.save)
             if isinstance(swap, Swap):
                 stop_waiting(module)
@@ -325,7 +325,7 @@ def _is_empty(inputs: Any) -> bool:
     return bool(tensors) and not any(tensor.numel() for tensor in tensors)
 
 
-class _Saved(NamedTuple):
+class _SavedInRun(NamedTuple):
     """A tensor that autograd saves in the step that is observed."""
 
     tensor: Tensor
@@ -338,8 +338,9 @@ class _SecondRun(NamedTuple):
     output: Any
 
 
-# how ranks say what they decided of a module
-_TAKEN, _LEFT = 1, 2
+# by these numbers ranks tell others their decision on a module
+_TAKEN = 1
+_LEFT = 2
 
 
 def _code(decided: Swap | NotFused | None) -> int:
@@ -406,7 +407,7 @@ class _StepObserver(RunObserver):
         if self._outer is not None:
             self._held.append(tensor)
         # an output as it is would hold its own node
-        return _Saved(tensor.detach(), tensor._version)
+        return _SavedInRun(tensor.detach(), tensor._version)
 
     def note_remade(self, tensor: Tensor) -> None:
         """Count a tensor that a recipe stands for, so that recipes change no decision."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
-from fusedckpt.blocks.experts import LEVELS
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing.match_reader import Guards, Reader
@@ -37,14 +37,14 @@ class ExpertsMatch(NamedTuple):
     is_own: bool = True
 
     def reader(self) -> Reader:
-        """Return what reads the match's state in calls."""
+        """Return the reader of the match's state in calls."""
         return Reader(self.guards)
 
 
 class FusedExperts(Swapped):
     """Forward of experts of any class; saves the tensors that its level names."""
 
-    save_levels = LEVELS
+    save_levels = LEVELS_OF["experts"]
 
     _fusedckpt_match: ExpertsMatch
     _fusedckpt_reader: Reader
@@ -115,7 +115,7 @@ def _experts(module: Any, x: Any, index: Any, scores: Any) -> Tensor | NotFused:
             gate_up_bias=gate_up_bias,
             down_bias=down_bias,
             is_transposed=match.is_transposed,
-            save=levels.resolve("experts", None, module.save, LEVELS),
+            save=levels.resolve("experts", None, module.save, LEVELS_OF["experts"]),
             chunks=module.chunks,
         )
     return y.to(x.dtype)

@@ -1,4 +1,4 @@
-"""The forward of a norm with a gate of any class, and the record of what it computes."""
+"""The forward of a norm with a gate of any class, and the record of its function."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GatedNormMatch(NamedTuple):
     autocasts: bool = True
 
     def reader(self) -> Reader:
-        """Return what reads the match's state in calls."""
+        """Return the reader of the match's state in calls."""
         return Reader(self.guards)
 
     @property

@@ -6,8 +6,8 @@ function; ours computes `functional.linear_cross_entropy` from the input instead
 model's output is then None.
 
 The scale and the cap are read once, in the first such call: there the output embedding returns a
-few numbers, which show what reaches the loss. A model that does anything else to its logits is
-named, and computes them as before.
+few numbers, which show the values that reach the loss. A model that does anything else to its
+logits is named, and computes them as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
-from fusedckpt.blocks.head import LEVELS
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.fusing.subclass import made_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import MARK, NotFused
@@ -153,7 +153,7 @@ class FusedHead(nn.Module):
 
     _fusedckpt_prefix = "Fused"
     _parameters: Any
-    save_levels = LEVELS
+    save_levels = LEVELS_OF["head"]
     # the call of the model that runs now
     _fusedckpt_call: _LossCall | None = None
 

@@ -1,4 +1,4 @@
-"""The forward of a norm of any class, fused, and the record of what it computes."""
+"""The forward of a norm of any class, fused, and the record of its function."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NormMatch(NamedTuple):
     autocasts: bool = True
 
     def reader(self) -> Reader:
-        """Return what reads the match's state in calls."""
+        """Return the reader of the match's state in calls."""
         return Reader(self.guards)
 
 

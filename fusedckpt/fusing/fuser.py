@@ -157,8 +157,8 @@ def unfuse(model: nn.Module) -> nn.Module:
 
     Works after training, deepcopy, pickling and loading. Layers that were constructed as
     fusedckpt's stay.
-    Between the forward and the backward of a checkpoint around fused modules it changes what is
-    recomputed, and that backward raises CheckpointError.
+    Between the forward and the backward of a checkpoint around fused modules it changes the
+    recompute, and that backward raises CheckpointError.
 
     Raises:
         TypeError: `model` is not an nn.Module.

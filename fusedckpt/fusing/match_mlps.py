@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fusedckpt.autograd import arguments
 from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
@@ -33,7 +34,6 @@ from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _SHAPE = (2, 3)
 # further runs, in which the block has to be the same
 _RUNS: dict[str, dict[str, Any]] = {
@@ -132,7 +132,7 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
     linear = LinearPaths(("base_layer", "weight"), bias, is_conv1d)
     block = MatchedBlock("linear_act", (linear,), "identity")
     guard = Guard(("base_layer",), type(base), 0, ())
-    return _swap(module, MLPMatch(block, Guards((guard,)), _DTYPES), save, chunks)
+    return _swap(module, MLPMatch(block, Guards((guard,)), arguments.DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
@@ -203,7 +203,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         recordings.append(recording)
     dtype_of_module = next(module.parameters()).dtype
     dtypes = [dtype_of_module]
-    for dtype in _DTYPES:
+    for dtype in arguments.DTYPES:
         recording = record(module, (*_SHAPE, *width), dtype, watched=False)
         if dtype != dtype_of_module and block_of(recording) == block:
             dtypes.append(dtype)

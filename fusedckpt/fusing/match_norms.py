@@ -28,12 +28,12 @@ from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.subclass import subclass
 from fusedckpt.fusing.swap import Swap, run_forward
+from fusedckpt.kernels.runtime import HALF
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
-_HALF = (torch.bfloat16, torch.float16)
-DTYPES = (*_HALF, torch.float32, torch.float64)
+DTYPES = (*HALF, torch.float32, torch.float64)
 # offsets and casts of RMSNorms. Llama's and Gemma's first: torch's differs from the third only
 # under autocast on a GPU
 _RULES = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"))
@@ -289,7 +289,7 @@ def _are_same(result: Any, expected: Any) -> bool:
         return False
     if result.shape != expected.shape or result.dtype != expected.dtype:
         return False
-    if result.dtype in _HALF:
+    if result.dtype in HALF:
         return (result != expected).double().mean().item() <= _STRAYS
     return are_close(result, expected)
 

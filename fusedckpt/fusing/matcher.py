@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, reasons, verification
 from fusedckpt.fusing.match_experts import experts_swap, verified_experts
@@ -17,9 +18,6 @@ from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.simple_values import is_simple
 from fusedckpt.fusing.swap import Part, Swap
 from fusedckpt.layers.fallbacks import NotFused
-
-# the attributes that every module has
-_OF_MODULES = frozenset(vars(nn.Module()))
 
 
 class Matcher:
@@ -128,7 +126,7 @@ def state_key(module: nn.Module) -> Hashable:
 
     def described_module(name: str, part: nn.Module) -> Hashable:
         tensors = (*part._parameters.items(), *part._buffers.items())
-        attributes = ((n, v) for n, v in vars(part).items() if n not in _OF_MODULES)
+        attributes = ((n, v) for n, v in vars(part).items() if n not in private.MODULE_ATTRIBUTES)
         return (
             name,
             type(part),

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.blocks.builder import GATED, LINEAR, PACKED, PLAIN, Linears
-from fusedckpt.blocks.programs import LEVELS, BlockOptions
+from fusedckpt.autograd.levels import LEVELS_OF
+from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
+from fusedckpt.blocks.programs import BlockOptions
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.match_reader import Guards, Reader, child_at
@@ -32,7 +33,7 @@ Rate = tuple[Path, str]
 # a linear's weight as [out, in], under the adapters that it has, and its bias
 LinearOperands = tuple[Any, Tensor | None]
 
-_NAMES = {"mlp": PLAIN, "linear_act": LINEAR, "gated_mlp": GATED}
+_NAMES = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "gated_mlp": GATED}
 # the classes of tensors about which nothing else is asked
 _PLAIN = (nn.Parameter, Tensor)
 
@@ -80,7 +81,7 @@ class MLPMatch(NamedTuple):
     writes_result: bool = False
 
     def reader(self) -> MLPReader:
-        """Return what reads the match's state and operands in calls."""
+        """Return the reader of the match's state and operands in calls."""
         return MLPReader(self)
 
 
@@ -103,7 +104,7 @@ class MLPReader(Reader):
         self.has_transposed = any(linear.is_transposed for linear in block.linears)
         # of a linear below an adapter that was fused by itself nothing is usual
         self.are_usual = not any("base_layer" in path for path in layers)
-        self.levels = LEVELS.get(block.kind, ())
+        self.levels = LEVELS_OF.get(block.kind, ())
         # of a call at each level, but for chunks and dropouts
         linears = Linears(PACKED if block.packed == "gate" else _NAMES.get(block.kind, ()))
         self.options = {
@@ -158,10 +159,10 @@ class MLPReader(Reader):
         if not (is_usual and dispatch.are_plain(*chain.from_iterable(pairs))):
             if sharding is not None:
                 pairs = sharded.shards_of(pairs, sharding.mesh)
-            found = self._unusual(module, parts, pairs, x)
-            if isinstance(found, NotFused):
-                return found
-            pairs = found
+            unusual = self._unusual(module, parts, pairs, x)
+            if isinstance(unusual, NotFused):
+                return unusual
+            pairs = unusual
         elif self.has_transposed:
             transposed = [linear.is_transposed for linear in match.block.linears]
             pairs = [(w.t() if t else w, b) for t, (w, b) in zip(transposed, pairs, strict=True)]

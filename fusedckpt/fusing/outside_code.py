@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from fusedckpt.autograd import private
 from fusedckpt.fusing.code_names import CodeRead, codes_in, reads_in
 from fusedckpt.fusing.code_watch import CHANGING, CodeWatch, is_library
 from fusedckpt.fusing.outside_reads import (
@@ -53,7 +54,7 @@ _MOST_ENTRIES = 64
 _MOST_ROWS = 256
 _MOST_DEPTH = 6
 # attributes that every module has
-_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OF_MODULES = private.MODULE_ATTRIBUTES - {"training"}
 # classes of Python's library, and of others, whose objects do not change what a forward computes
 _CONSTANT = frozenset(
     ("_lru_cache_wrapper", "Logger", "RootLogger", "LoggerAdapter", "Pattern", "lock", "RLock")
@@ -219,13 +220,13 @@ class _Finder:
     def _compare_function(self, place: Place) -> None:
         """Compare a function where it is found, and its code."""
         holder = place.root
-        found = Place(place.root)
+        holder_place = Place(place.root)
         for read, name in place.steps:
             is_own = isinstance(holder, (FunctionType, staticmethod, property, cached_property))
             if read in (method_of_class, getattr) and not is_own:
-                self._add(read, holder, name, found)
+                self._add(read, holder, name, holder_place)
             holder = read(holder, name, MISSING)
-            found = found.then(read, name)
+            holder_place = holder_place.then(read, name)
         if isinstance(holder, FunctionType):
             self._add(getattr, holder, "__code__", place)
 
@@ -280,7 +281,8 @@ class _Finder:
             if function is None:
                 raise _Left(NotFused("state", f"{read.name}, a variable of a function around"))
             place = place.then(cell_of, read.name)
-            holder, get = cell_of(function, read.name, MISSING), getattr
+            holder = cell_of(function, read.name, MISSING)
+            get = getattr
         else:
             value = sys.modules.get(read.name)
             if value is not None:
@@ -316,7 +318,8 @@ class _Finder:
                 if any(value is clock for clock in _CLOCKS) and name in ("now", "today", "utcnow"):
                     raise _Left(NotFused("state", f"{value.__name__}.{name}()"))
                 break
-            value, place = attribute, place.then(get, name)
+            value = attribute
+            place = place.then(get, name)
         self._find_in(value, place, 0)
 
     def _find_in(self, value: Any, place: Place, depth: int) -> None:

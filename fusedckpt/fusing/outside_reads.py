@@ -107,9 +107,13 @@ _UNNAMED = frozenset(("__dict__", "__wrapped__", "cell_contents", "_data", "__co
 class OutsideRead(NamedTuple):
     """A value that was read outside, and the way to read it again."""
 
+    # reads it again, from the holder by the name
     read: Read
+    # the object that has it
     holder: Any
+    # an attribute, or a key
     name: Any
+    # the value then
     value: Any
     # of the value
     place: Place
@@ -161,11 +165,11 @@ def _pickled(row: OutsideRead) -> tuple[Any, ...]:
 
 
 def _named(module: Any, names: Any) -> Any:
-    """Return what has a name in a Python module, None where there is nothing."""
-    found = sys.modules.get(module)
+    """Return the object of a name in a Python module, None where there is none."""
+    value = sys.modules.get(module)
     for name in names.split(".") if names else ():
-        found = getattr(found, name, None)
-    return found
+        value = getattr(value, name, None)
+    return value
 
 
 def _described(value: Any) -> tuple[Any, ...]:

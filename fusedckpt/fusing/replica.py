@@ -16,13 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd import private
 from fusedckpt.state import rng
 
 Path = tuple[str, ...]
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name and "state_dict" not in name]
+_HOOK_ATTRIBUTES = [
+    name
+    for name in sorted(private.MODULE_ATTRIBUTES)
+    if "_hooks" in name and "state_dict" not in name
+]
 
 
 def replica(
@@ -50,7 +55,7 @@ def replica(
     kind, attributes_of_copy = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
     attributes = vars(module)
-    changed: dict[str, Any] = {name: type(attributes[name])() for name in _HOOKS}
+    changed: dict[str, Any] = {name: type(attributes[name])() for name in _HOOK_ATTRIBUTES}
     changed |= {
         name: sizes[value]
         for name, value in attributes.items()

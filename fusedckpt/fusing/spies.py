@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.match_reader import Guard, Guards
@@ -29,7 +30,7 @@ from fusedckpt.layers.fallbacks import NotFused
 # containers of simple values, which are copied
 CONTAINERS = (list, dict, set, deque)
 # attributes that every module has, and those by which modules call each other
-_OF_MODULES = frozenset(vars(nn.Module())) | {"_is_full_backward_hook"}
+_MODULE_NAMES = private.MODULE_ATTRIBUTES | {"_is_full_backward_hook"}
 # the attribute of a spy with its place
 _PLACE = "_fusedckpt_place"
 
@@ -125,7 +126,7 @@ class _Spy:
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
-        if name in _OF_MODULES or name.startswith("__") or name == _PLACE:
+        if name in _MODULE_NAMES or name.startswith("__") or name == _PLACE:
             return value
         attributes = _attributes_of(self)
         if name not in attributes:

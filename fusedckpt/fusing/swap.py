@@ -1,4 +1,4 @@
-"""One change of a module's class: the change that `fuse` makes, and what `unfuse` needs to undo it.
+"""One change of a module's class: `fuse` makes it, and `unfuse` undoes it by its record.
 
 A swapped module gets a subclass of its class that overrides forward: isinstance checks, attributes
 and methods keep working.
@@ -58,7 +58,7 @@ class Swap:
     features: tuple[int, ...] = ()
     # whether the module computes the same with smaller parameters, which are then verified
     can_shrink: bool = False
-    # what reports say, by the name below the module
+    # the words of reports, by the name below the module
     parts: dict[str, Part] = field(default_factory=dict)
     # where a method is swapped: a module of the children that the method calls
     method_mlp: Any = None

@@ -38,8 +38,8 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
 
     Compared in the module's dtype, in eval and training mode, on inputs of several scales, over 256
     elements or 16 draws, by the error rule of `fusing.accuracy`; at scales other than 1 the floor
-    is 64 epsilons of max(scale, rms(truth)), and the original's error is at least what an epsilon
-    of its parameters does.
+    is 64 epsilons of max(scale, rms(truth)), and the original's error is at least that of an
+    epsilon of its parameters.
     """
     sizes = small_sizes(module) if swap.can_shrink else {}
     counts = [math.prod([sizes.get(n, n) for n in p.shape]) for p in module.parameters()]

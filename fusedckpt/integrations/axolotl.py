@@ -47,7 +47,7 @@ class CheckpointArgs(BaseModel):
 
 
 class FusedckptArgs(BaseModel):
-    """What a configuration of Axolotl may say of fusedckpt."""
+    """The keys that a configuration of Axolotl may have for fusedckpt."""
 
     # whether the model is fused, or the arguments of `fusedckpt.fuse`
     fusedckpt_fuse: bool | dict[str, Any] = True

@@ -16,8 +16,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from fusedckpt.autograd import arguments, dispatch, levels, private
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.autograd.phases import default_stock
-from fusedckpt.blocks.experts import LEVELS
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.fuse_report import FuseReport
@@ -342,7 +342,7 @@ def register_experts(
     if not name:
         raise ValueError("register_experts: expected a name, got an empty string")
     if save is not None:
-        levels.check("register_experts", save, LEVELS)
+        levels.check("register_experts", save, LEVELS_OF["experts"])
     if chunks is not None:
         arguments.integer("register_experts", "chunks", chunks, 1)
     # older releases of transformers do not have it

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks.block import run_layer
-from fusedckpt.blocks.experts import LEVELS, ExpertOptions, kinds_in
+from fusedckpt.blocks.experts import ExpertOptions, kinds_in
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.gating import ClampedSwiGLU
 
@@ -98,7 +99,7 @@ class Experts(nn.Module):
     bias, `gate_up_proj_bias` and `down_proj_bias`, all drawn as nn.Linear's.
     """
 
-    save_levels = LEVELS
+    save_levels = LEVELS_OF["experts"]
 
     def __init__(
         self,

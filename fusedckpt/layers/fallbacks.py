@@ -21,7 +21,7 @@ NOTE = "_fusedckpt_fallback"
 
 _AGAIN = "call fuse again"
 _CHECKPOINT = "fusedckpt.checkpoint recomputes it"
-_FORWARD = "the forward of its class"
+_OWN_FORWARD = "the forward of its class"
 _RECIPES = "fuse(model, recompute_elementwise=True) makes its result again in backward"
 _UNHOOK = "remove the hook, or add it to a module around"
 # by key: one clause, and the one thing to do about it
@@ -161,7 +161,7 @@ WORDS = {
     "dense": ("{}", _CHECKPOINT),
     "linear": ("{} is a {}, a linear with its own forward", "use nn.Linear there"),
     "lora": ("it is LoRA around a {}", "use LoRA around nn.Linear"),
-    "forward": ("its forward was replaced", f"bring back {_FORWARD}"),
+    "forward": ("its forward was replaced", f"bring back {_OWN_FORWARD}"),
     "attribute": ("it has an attribute {} already", "rename it"),
     "apart": ("it forms no block with {}, by which it is followed", _CHECKPOINT),
     "apart now": ("{} forms no block with its neighbors now", _AGAIN),

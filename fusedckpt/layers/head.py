@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_layer
-from fusedckpt.blocks.head import LEVELS, HeadOptions
+from fusedckpt.blocks.head import HeadOptions
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.cross_entropy import LogitRule
 
@@ -192,7 +193,7 @@ class LinearCrossEntropy(nn.Linear):
     Keyword arguments are those of `functional.linear_cross_entropy`.
     """
 
-    save_levels = LEVELS
+    save_levels = LEVELS_OF["head"]
     function: Callable[..., Any] = staticmethod(linear_cross_entropy)
 
     def __init__(

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, levels
-from fusedckpt.blocks import programs, validate
+from fusedckpt.autograd.levels import LEVELS_OF
+from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_layer
-from fusedckpt.blocks.builder import LINEAR, Linears
+from fusedckpt.blocks.builder import ONE_LINEAR, Linears
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.programs import BlockOptions
 
-LEVELS = programs.LEVELS["linear_act"]
-_LINEARS = Linears(LINEAR)
+_LINEAR_NAMES = Linears(ONE_LINEAR)
 
 
 def linear_act(
@@ -54,7 +54,7 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     name = "linear_act"
-    options = BlockOptions(name, name, _LINEARS, activation, save=save, kernel=kernel)
+    options = BlockOptions(name, name, _LINEAR_NAMES, activation, save=save, kernel=kernel)
     return run_layer(options, x, (), [(weight, bias)])
 
 
@@ -67,7 +67,7 @@ class Linear(nn.Linear):
     are those of `functional.linear_act`, with no activation by default.
     """
 
-    save_levels = LEVELS
+    save_levels = LEVELS_OF["linear_act"]
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Linear(nn.Linear):
         save: str = "inputs",
     ):
         activation = validate.activation("Linear", activation)
-        levels.check("Linear", save, LEVELS)
+        levels.check("Linear", save, LEVELS_OF["linear_act"])
         sizes = {"in_features": in_features, "out_features": out_features}
         arguments.linear_sizes("Linear", sizes, bias, device, dtype)
         super().__init__(in_features, out_features, bias, device, dtype)
@@ -93,7 +93,7 @@ class Linear(nn.Linear):
         options = BlockOptions(
             name="Linear",
             caller="Linear",
-            linears=_LINEARS,
+            linears=_LINEAR_NAMES,
             activation=self.activation,
             default=self.save,
             is_module=True,

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import eager
 from fusedckpt.blocks.block import run_layer
-from fusedckpt.blocks.builder import GATED, PACKED, PLAIN, Linears
+from fusedckpt.blocks.builder import GATED, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
+from fusedckpt.blocks.programs import BlockOptions, split_norm
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
 from fusedckpt.layers.sharded import Sharding
@@ -85,7 +86,7 @@ def mlp(
     options = BlockOptions(
         name="mlp",
         caller="mlp",
-        linears=Linears(PLAIN),
+        linears=Linears(TWO_LINEARS),
         activation=activation,
         norm=bare,
         kinds=kinds,
@@ -319,9 +320,9 @@ class MLP(_Block):
     """
 
     function = "mlp"
-    linears = Linears(PLAIN)
+    linears = Linears(TWO_LINEARS)
     names = ("fc1", "fc2")
-    save_levels = LEVELS["mlp"]
+    save_levels = LEVELS_OF["mlp"]
 
 
 class GatedMLP(_Block):
@@ -337,7 +338,7 @@ class GatedMLP(_Block):
     function = "gated_mlp"
     linears = Linears(GATED)
     names = ("gate_proj", "up_proj", "down_proj")
-    save_levels = LEVELS["gated_mlp"]
+    save_levels = LEVELS_OF["gated_mlp"]
 
     def __init__(
         self,

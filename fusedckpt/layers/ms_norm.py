@@ -163,7 +163,7 @@ def _write(linear: nn.Linear, weight: Tensor, shift: Tensor | None) -> None:
 
 
 def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a norm's scale and bias in float64; refuse what cannot be merged."""
+    """Return a norm's scale and bias in float64; refuse a norm that cannot be merged."""
     if not isinstance(norm, (nn.LayerNorm, nn.RMSNorm)):
         arguments.wrong_type(name, "norm", "an nn.LayerNorm or nn.RMSNorm", norm)
     width = _width(name, norm.normalized_shape)

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.block import run_layer
-from fusedckpt.blocks.builder import LINEAR, PLAIN, Linears, numbered
-from fusedckpt.blocks.programs import LEVELS, BlockOptions, split_norm
+from fusedckpt.blocks.builder import ONE_LINEAR, TWO_LINEARS, Linears, numbered
+from fusedckpt.blocks.programs import BlockOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
 
 # the linears by the block that they are of
-_LINEARS = {"mlp": PLAIN, "linear_act": LINEAR, "norm_linear": numbered(1)}
+_LINEARS = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "norm_linear": numbered(1)}
 # a library may assign another one
-_FORWARD = dispatch.own_forward(nn.Sequential)
+_SEQUENTIAL_FORWARD = dispatch.own_forward(nn.Sequential)
 
 
 class LayerRun(NamedTuple):
@@ -61,7 +62,7 @@ class Sequential(nn.Sequential):
         save: str = "inputs",
         chunks: int | None = None,
     ):
-        levels.check("Sequential", save, LEVELS["mlp"])
+        levels.check("Sequential", save, LEVELS_OF["mlp"])
         validate.check_block_options("Sequential", False, chunks)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
@@ -71,7 +72,7 @@ class Sequential(nn.Sequential):
     @property
     def save_levels(self) -> tuple[str, ...] | None:
         """Return the levels that it offers to a plan, None where it runs no block."""
-        return LEVELS["mlp"] if any(run.kind != "layer" for run in runs(self)) else None
+        return LEVELS_OF["mlp"] if any(run.kind != "layer" for run in runs(self)) else None
 
     def extra_repr(self) -> str:
         """Say which layers run as one block, and the save level of such a block."""
@@ -95,9 +96,9 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pass the input through all layers."""
-        if dispatch.is_recorded(input) or nn.Sequential.forward is not _FORWARD:
+        if dispatch.is_recorded(input) or nn.Sequential.forward is not _SEQUENTIAL_FORWARD:
             return super().forward(input)
-        levels.check("Sequential", self.save, LEVELS["mlp"])
+        levels.check("Sequential", self.save, LEVELS_OF["mlp"])
         for run in runs(self):
             layers = list(run.layers.values())
             if run.kind != "layer":

@@ -60,7 +60,7 @@ class ChangedArguments:
 
 
 def _state_of(value: Any) -> list[Any]:
-    """Return data, and ids and versions of tensors, in an object."""
+    """Return contents, and ids and versions of tensors, in an object."""
     state = list[Any]()
     for part in nested(value):
         if isinstance(part, Tensor):
@@ -71,10 +71,10 @@ def _state_of(value: Any) -> list[Any]:
 
 
 def _contents_of(value: Any) -> tuple[list[Any], list[Any]]:
-    """Return the data in an object, with the classes of others, and notes of its tensors."""
+    """Return the contents in an object, with the classes of others, and notes of its tensors."""
     parts = [*nested(value)]
-    data = [part if type(part) in ATOMS else type(part) for part in parts]
-    return data, [note_of(part) for part in parts if isinstance(part, Tensor)]
+    contents = [part if type(part) in ATOMS else type(part) for part in parts]
+    return contents, [note_of(part) for part in parts if isinstance(part, Tensor)]
 
 
 def _are_close(before: tuple[list[Any], list[Any]], after: tuple[list[Any], list[Any]]) -> bool:

@@ -52,7 +52,7 @@ Roles = Sequence[Sequence[Role]]
 class Reading:
     """A step's phases by unit: peaks, live bytes at its markers, and ms.
 
-    lifetimes: of the tensors that units get and make in it. leftover: what it leaves.
+    lifetimes: of the tensors that units get and make in it. leftover: the bytes that it leaves.
     """
 
     def __init__(self, phases: Sequence[Phase], lifetimes: Lifetimes, leftover: Leftover):

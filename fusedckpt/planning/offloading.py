@@ -45,7 +45,7 @@ def copy_rates(device: torch.device) -> CopyRates:
     host = copies.memory.empty_like(tensor)
     rates = list[float]()
     for pair in ((host, tensor), (tensor, host)):
-        # the first copy pays for what later ones do not
+        # the first copy has costs that later ones do not have
         copies.copy([pair], copies.computing().record_event()).synchronize()
         start = time.perf_counter()
         copies.copy([pair] * _TIMES, copies.computing().record_event()).synchronize()

@@ -164,7 +164,7 @@ def plan(
         )
         _check_gradients(goal)
         if ranks is None:
-            # else this rank would swap what others do not
+            # else this rank would swap modules that others do not
             learn_from(model, args, kwargs)
         names = unit_names(model, policy, units)
         step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="plan")

@@ -52,7 +52,7 @@ class ProductWrites(TorchDispatchMode):
         self._trimmers = list[Callable[[], None]]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op; of one within a unit, note its output or what it writes."""
+        """Run an op; of one within a unit, note its output, or the tensors that it writes."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self._name:

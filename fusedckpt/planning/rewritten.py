@@ -36,7 +36,7 @@ REWRITTEN = (
 )
 
 
-class _Returned(NamedTuple):
+class _Result(NamedTuple):
     """A tensor that a unit returned."""
 
     tensor: weakref.ref[Tensor]
@@ -52,7 +52,7 @@ class _Boundaries(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         # by id
-        self._returned: dict[int, _Returned] = {}
+        self._returned: dict[int, _Result] = {}
         self._written = set[StorageWeakRef]()
         self._is_inside = False
         # the names of units that get a tensor which was written
@@ -78,7 +78,7 @@ class _Boundaries(TorchDispatchMode):
             self._trimmers += trimmers_of(args, kwargs)
             output = role(forward, args, kwargs)
             for x in tensors_of([output]):
-                self._returned[id(x)] = _Returned(weakref.ref(x), x._version, note_of(x))
+                self._returned[id(x)] = _Result(weakref.ref(x), x._version, note_of(x))
         finally:
             self._is_inside = False
         return output

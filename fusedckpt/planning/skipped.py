@@ -34,7 +34,7 @@ _HIGHEST = 1 - 2**-24
 _WORDS = 624
 
 
-class _Calls:
+class _UnitCalls:
     """The units that a forward calls, and whether random states move between them."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def running_all(step: Step, names: Sequence[str]) -> Iterator[Step]:
     first = _calls_of(step, names)
     draw = _Draw(step, nullcontext())
     if len(first.names) < len(names):
-        # a generator of the model's own is seen by what it decides
+        # a generator of the model's own is seen by its decisions
         others = (_calls_of(step, names).names != first.names for _ in range(_LOOKS))
         if first.draws_between or any(others):
             draw = _fullest(step, names, first.names)
@@ -91,10 +91,10 @@ def running_all(step: Step, names: Sequence[str]) -> Iterator[Step]:
         yield draw.step
 
 
-def _calls_of(step: Step, names: Sequence[str]) -> _Calls:
+def _calls_of(step: Step, names: Sequence[str]) -> _UnitCalls:
     """Run a forward with each unit in a checkpoint."""
     step, _ = step.fresh()
-    calls = _Calls()
+    calls = _UnitCalls()
     roles = {
         step.model.get_submodule(name): partial(calls.visit, name, *segmented()) for name in names
     }
@@ -173,7 +173,7 @@ class _Constant(TorchFunctionMode):
         self._number = number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function; replace what it draws."""
+        """Call a function; replace the numbers that it draws."""
         made = func(*args, **(kwargs or {}))
         is_row = isinstance(made, Tensor) and made.dim() < 2 and made.is_floating_point()
         if is_row and func in (torch.rand, torch.Tensor.uniform_):

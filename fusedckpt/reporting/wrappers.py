@@ -119,7 +119,9 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 
 def _run_hooks(parameter: nn.Parameter, stand_in: Any) -> None:
     """Run the hooks of a parameter, such as the step of its optimizer, on that parameter."""
-    parameter.grad, stand_in.grad = stand_in.grad, None
+    parameter.grad = stand_in.grad
+    stand_in.grad = None
     for hook in private.hooks_after_accumulation(parameter):
         hook(parameter)
-    stand_in.grad, parameter.grad = parameter.grad, None
+    stand_in.grad = parameter.grad
+    parameter.grad = None

@@ -1,6 +1,6 @@
 """The state of a program beside its tensors: how it is read, compared and put back.
 
-Who runs foreign code twice, or on trial, comes here:
+Code that runs foreign code twice, or on trial, uses these:
 
     rng.py      random number generators: torch's of the CPU and of devices, numpy's, Python's, and
                 those that objects have for themselves

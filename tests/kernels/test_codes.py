@@ -53,7 +53,7 @@ def special(name, dtype):
 @each
 def test_a_million_values_to_the_bit(name, path, dtype, monkeypatch):
     # the interpreter takes 10 ms for each program
-    monkeypatch.setattr(codes, "MAX_BLOCK", 1 << 16 if IS_INTERPRETED else codes.MAX_BLOCK)
+    monkeypatch.setattr(codes, "MAX_COLUMNS", 1 << 16 if IS_INTERPRETED else codes.MAX_COLUMNS)
     if path == "triton" and dtype == torch.float64:
         pytest.skip("float64 runs on ATen alone")
     z = (torch.randn(4, 250_001) * 4).to(DEVICE, dtype)

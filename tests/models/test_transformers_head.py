@@ -44,7 +44,7 @@ def step(model, inputs, **more):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(head_block, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(head_block, "LOGIT_BYTES", 1)
 
 
 def allocations(fn):
