@@ -21,11 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import nodes_of_inputs
 from fusedckpt.autograd.private import fsdp_parameters, local_of, unsharded_of
+from fusedckpt.kernels.runtime import HALF, KERNEL_DTYPES
 
 # an attribute of a parameter: the last backward that added to its `.grad` in place, and its stream
-_MARK = "_fusedckpt_sums"
-_NARROW = (torch.bfloat16, torch.float16)
-_DTYPES = (*_NARROW, torch.float32)
+_SUMS_MARK = "_fusedckpt_sums"
 # whether any parameter was marked: no backward looks for marks before
 is_used = False
 
@@ -71,8 +70,8 @@ def accumulate_in_fp32(model: nn.Module, enabled: bool = True) -> None:
     global is_used
     if not isinstance(model, nn.Module):
         raise TypeError(f"accumulate_in_fp32: model must be a Module, got {type(model).__name__}")
-    parameters = [p for p in model.parameters() if p.dtype in _DTYPES]
-    if isinstance(model, DistributedDataParallel) and any(p.dtype in _NARROW for p in parameters):
+    parameters = [p for p in model.parameters() if p.dtype in KERNEL_DTYPES]
+    if isinstance(model, DistributedDataParallel) and any(p.dtype in HALF for p in parameters):
         raise ValueError(
             "accumulate_in_fp32: the buckets of DistributedDataParallel have the dtype of its "
             "parameters: use fully_shard, or float32 parameters under autocast"
@@ -90,11 +89,11 @@ def accumulate_in_fp32(model: nn.Module, enabled: bool = True) -> None:
 def _mark(parameter: Any, enabled: bool) -> None:
     """Mark a parameter, and let its `.grad` be float32; or undo that."""
     if enabled:
-        vars(parameter).setdefault(_MARK, None)
+        vars(parameter).setdefault(_SUMS_MARK, None)
     else:
-        vars(parameter).pop(_MARK, None)
+        vars(parameter).pop(_SUMS_MARK, None)
     # the gradient of a DTensor is made by FSDP2, in the parameter's dtype
-    if parameter.dtype in _NARROW and local_of(parameter) is parameter:
+    if parameter.dtype in HALF and local_of(parameter) is parameter:
         existing = parameter.grad
         wide = torch.float32 if enabled else parameter.dtype
         parameter.grad = None
@@ -106,7 +105,7 @@ def _mark_gathered(module: nn.Module, enabled: bool) -> None:
     """Mark the whole parameters that FSDP2 gathers for a module, now or when they first exist."""
     parameters = [unsharded_of(record) for record in fsdp_parameters(module)]
     for parameter in parameters:
-        if parameter is not None and parameter.dtype in _DTYPES:
+        if parameter is not None and parameter.dtype in KERNEL_DTYPES:
             _mark(parameter, enabled)
     if enabled and None in parameters:
 
@@ -135,7 +134,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def is_marked(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter whose gradient is added up in float32."""
-    return is_used and _MARK in vars(tensor)
+    return is_used and _SUMS_MARK in vars(tensor)
 
 
 class Sums(NamedTuple):
@@ -179,7 +178,7 @@ def sums_of(ctx: Any, first: int) -> Sums | None:
     marked = [
         (place, node, leaf)
         for place, node, leaf in zip(needed, nodes, leaves, strict=True)
-        if leaf is not None and _MARK in vars(leaf)
+        if leaf is not None and _SUMS_MARK in vars(leaf)
     ]
     if not marked:
         return None
@@ -210,8 +209,8 @@ def _takes_sums(node: Any, leaf: Any) -> bool:
     # another stream of the same backward may add to it meanwhile
     backward = private.backward_id()
     stream = torch.cuda.current_stream(grad.device).cuda_stream
-    last = vars(leaf)[_MARK]
+    last = vars(leaf)[_SUMS_MARK]
     if last is not None and last[0] == backward:
         return last[1] == stream
-    vars(leaf)[_MARK] = backward, stream
+    vars(leaf)[_SUMS_MARK] = backward, stream
     return True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 # by name, of torch, its functional module and Tensor; pointwise ones also with an underscore.
 # Those of the first table save no tensor for backward
-_LINEAR = """
+_UNSAVED = """
     add sub subtract rsub neg negative to float half bfloat16 double type type_as
     __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __neg__
 """
@@ -59,7 +59,7 @@ def _functions(names: str, suffix: str = "") -> frozenset[Any]:
     return frozenset(function for function in named if callable(function))
 
 
-_SAVES_NOTHING = _functions(_LINEAR) | _functions(_LINEAR, "_") | _functions(_MOVES)
+_SAVES_NOTHING = _functions(_UNSAVED) | _functions(_UNSAVED, "_") | _functions(_MOVES)
 _CHEAP = _SAVES_NOTHING | _functions(_OTHERS)
 _CHEAP |= _functions(_POINTWISE) | _functions(_POINTWISE, "_")
 # functions that write over their first tensor, those with an argument `inplace` aside
@@ -92,7 +92,7 @@ KINDS = {
     Tensor.__dlpack__: "shows",
 }
 
-_NAMES = " ".join((_LINEAR, _POINTWISE, _MOVES, _OTHERS, _GEMMS, _READERS, "dropout")).split()
+_NAMES = " ".join((_UNSAVED, _POINTWISE, _MOVES, _OTHERS, _GEMMS, _READERS, "dropout")).split()
 
 
 def _named_in(space: Any) -> dict[str, Any]:

@@ -33,7 +33,7 @@ Rate = tuple[Path, str]
 # a linear's weight as [out, in], under the adapters that it has, and its bias
 LinearOperands = tuple[Any, Tensor | None]
 
-_NAMES = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "gated_mlp": GATED}
+_LINEARS_OF = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "gated_mlp": GATED}
 # the classes of tensors about which nothing else is asked
 _PLAIN = (nn.Parameter, Tensor)
 
@@ -106,7 +106,7 @@ class MLPReader(Reader):
         self.are_usual = not any("base_layer" in path for path in layers)
         self.levels = LEVELS_OF.get(block.kind, ())
         # of a call at each level, but for chunks and dropouts
-        linears = Linears(PACKED if block.packed == "gate" else _NAMES.get(block.kind, ()))
+        linears = Linears(PACKED if block.packed == "gate" else _LINEARS_OF.get(block.kind, ()))
         self.options = {
             level: BlockOptions(block.kind, block.kind, linears, block.activation, save=level)
             for level in self.levels

@@ -20,9 +20,9 @@ MemoryReport: TypeAlias = Any
 _MOST = 14
 _MIB = 2**20
 # of the axis of time: its numbers in a moment's, and its text
-_UNITS = {"ms": 1e6, "ops": 1}
-_TIMES = {"ms": "ms into the step, under the profiler", "ops": "ops into the step"}
-_KINDS = {
+_UNITS_OF_AXIS = {"ms": 1e6, "ops": 1}
+_TIMES_OF_AXIS = {"ms": "ms into the step, under the profiler", "ops": "ops into the step"}
+_KINDS_DRAWN = {
     "parameters": "#b8bfc9",
     "optimizer": "#9ccaa5",
     "gradients": "#f0b98d",
@@ -83,10 +83,10 @@ def _shortened(name: str) -> str:
 def _draw_timeline(
     axes: Any, timeline: Sequence[Moment], live: Mapping[str, Sequence[int]], unit: str
 ) -> None:
-    scale = _UNITS[unit]
+    scale = _UNITS_OF_AXIS[unit]
     times = [moment.time_ns / scale for moment in timeline]
     heights = [[nbytes / _MIB for nbytes in column] for column in live.values()]
-    colors = [_KINDS[kind] for kind in live]
+    colors = [_KINDS_DRAWN[kind] for kind in live]
     axes.stackplot(times, *heights, labels=[*live], colors=colors, step="post", linewidth=0)
     # every phase by name, and a line where it begins
     for name, moments in groupby(timeline, key=lambda moment: moment.phase):
@@ -98,7 +98,7 @@ def _draw_timeline(
     peak = max(timeline, key=lambda moment: moment.live_bytes)
     _mark_peak(axes, peak, peak.time_ns / scale, times[-1])
     axes.set_xlim(0, max(times[-1], 1e-6))
-    axes.set_xlabel(_TIMES[unit])
+    axes.set_xlabel(_TIMES_OF_AXIS[unit])
     axes.set_title("Live MiB")
     # beside the title
     place: Any = {"loc": "lower right", "bbox_to_anchor": (1.01, 0.99), "borderaxespad": 0.2}
