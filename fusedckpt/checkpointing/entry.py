@@ -232,7 +232,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     save: Any = segment.save_argument_late
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
-            save = segment.save_argument
+            save = segment.save_argument if options.rounds else segment.save_exactly
     output = segment.run(Call(function, args, kwargs, options, save), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)
