@@ -59,7 +59,8 @@ def checkpoint(
       torch.Generator among them.
     - Buffers of modules are restored after their call in the recompute, so that BatchNorm updates
       once. Those that a forward both reads and writes, as spectral norm's, have the values before
-      it in the recompute: they are copied, in a module's first call those up to 64 KiB.
+      it in the recompute, and so have parameters without gradients, and tensors up to 64 KiB in
+      attributes: they are copied, in a module's first call those up to 64 KiB.
     - Backward raises if a tensor argument, or a parameter that autograd saved, was modified in
       place since the forward, as it does without a checkpoint.
     - It also raises if such a parameter was replaced by one with other values, which the recompute

@@ -2,12 +2,14 @@
 
 Spectral norm's power iteration begins with the vectors that the forward before left, and writes
 them. A recompute that began with those of its own forward would compute other weights, and
-gradients would be silently wrong.
+gradients would be silently wrong. Code keeps such vectors in buffers, in parameters without
+gradients, or in attributes: here a buffer is any of these, an attribute if it is small.
 
 Which buffers a module's forward writes is learned in its first call: the small ones are copied
-before it, and versions tell afterwards. Later calls copy those alone, and where there are none,
-they do no more than look that up. A recompute gets copies in place of the buffers, so that it
-changes no buffer. BatchNorm's statistics are not read in training, and not copied.
+before it, and versions tell afterwards; on a CPU their values do, too, as code may write to
+`.data`. Later calls copy those alone, and where there are none, they do no more than look that up.
+A recompute gets copies in place of the buffers, so that what it writes changes no buffer.
+BatchNorm's statistics are not read in training, and not copied.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import private
+from fusedckpt.checkpointing.determinism import same_bits
 
 # bytes of a buffer that the first call of a module copies
 _SMALL = 1 << 16
+# where a module has them; attributes come last
+_TABLES = "_buffers", "_parameters", ""
 # how deep functions are looked into for the modules that they call, and how long lists may be
 _DEPTH = 4
 _MOST = 64
@@ -34,15 +39,24 @@ _MOST = 64
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
     """Whether an attribute of a module is a tensor that calls of the module may write."""
-    if type(value) is not Tensor or value.layout != torch.strided:
+    return type(value) is Tensor and _may_be_written(value)
+
+
+def _may_be_written(tensor: Tensor) -> bool:
+    if tensor.layout != torch.strided or tensor.requires_grad:
         return False
-    return not (value.requires_grad or value.is_meta or value.is_inference())
+    return not (tensor.is_meta or tensor.is_inference())
+
+
+def _is_buffer(value: Any) -> TypeGuard[Tensor]:
+    return is_state(value) or (type(value) is nn.Parameter and _may_be_written(value))
 
 
 class BufferPlace(NamedTuple):
-    """A buffer, by its module and name."""
+    """A buffer, by its module, the table there, "" for the attributes, and its name."""
 
     module: weakref.ref[nn.Module]
+    table: str
     name: str
 
 
@@ -70,19 +84,28 @@ class _BufferBefore(NamedTuple):
 
     # the module that has it
     module: nn.Module
+    # the table that has it, "" for the attributes
+    table: str
     # its name there
     name: str
     # the buffer
     tensor: Tensor
     # its version
     version: int
+    # of its memory
+    address: int
     # its values, None where it is large and not known to be written
     copy: Tensor | None
 
     def is_written(self) -> bool:
         """Whether it was written, or replaced, since."""
-        buffer = self.module._buffers.get(self.name)
-        return buffer is not self.tensor or self.tensor._version != self.version
+        tensor = self.tensor
+        if _table(self.module, self.table).get(self.name) is not tensor:
+            return True
+        if tensor._version != self.version or tensor.data_ptr() != self.address:
+            return True
+        is_read = self.copy is not None and tensor.device.type == "cpu"
+        return is_read and not same_bits(tensor, self.copy)  # type: ignore[arg-type]  # no None
 
     def may_change(self) -> bool:
         """Whether later calls copy it: small ones of a module that writes some, written ones."""
@@ -123,7 +146,7 @@ class WrittenBuffers:
             # a module that writes one of its buffers may write another in the next call
             writers = {noted.module for noted in buffers if noted.is_written()}
             written = [noted for noted in buffers if noted.module in writers and noted.may_change()]
-            places = [BufferPlace(weakref.ref(noted.module), noted.name) for noted in written]
+            places = [BufferPlace(weakref.ref(n.module), n.table, n.name) for n in written]
             _WRITTEN.setdefault(root, {})[key] = places
             self._noted += written
         self._firsts = []
@@ -136,11 +159,14 @@ class WrittenBuffers:
         with private.unseen(), torch.no_grad():
             for noted in self._noted:
                 before = noted.before()
-                if before is not None and noted.name in noted.module._buffers:
-                    copies.append(before.clone())
-                    buffers = noted.module._buffers
+                buffers = _table(noted.module, noted.table)
+                if before is not None and noted.name in buffers:
+                    copy = before.detach().clone()
+                    if isinstance(noted.tensor, nn.Parameter):
+                        copy = nn.Parameter(copy, requires_grad=False)
+                    copies.append(copy)
                     replaced.append((buffers, noted.name, buffers[noted.name]))
-                    buffers[noted.name] = copies[-1]
+                    buffers[noted.name] = copy
         try:
             yield frozenset(map(id, copies))
         finally:
@@ -197,19 +223,36 @@ def _buffers_of(root: nn.Module) -> Iterator[_BufferBefore]:
     """Yield the buffers in a module, with copies of the small ones."""
     with private.unseen(), torch.no_grad():
         for module in root.modules():
-            for name, buffer in module._buffers.items() if module._buffers else ():
-                if is_state(buffer) and not _is_statistic(module, name):
-                    copy = buffer.clone() if buffer.nbytes <= _SMALL else None
-                    yield _BufferBefore(module, name, buffer, buffer._version, copy)
+            for table in () if isinstance(module, torch.jit.ScriptModule) else _TABLES:
+                for name, buffer in _table(module, table).items():
+                    if not _is_buffer(buffer) or _is_statistic(module, name):
+                        continue
+                    if buffer.nbytes <= _SMALL:
+                        yield _noted(module, table, name, buffer, buffer.detach().clone())
+                    elif table:
+                        yield _noted(module, table, name, buffer, None)
+
+
+def _noted(
+    module: nn.Module, table: str, name: str, buffer: Tensor, copy: Tensor | None
+) -> _BufferBefore:
+    return _BufferBefore(module, table, name, buffer, buffer._version, buffer.data_ptr(), copy)
+
+
+def _table(module: nn.Module, table: str) -> Any:
+    """Return the buffers or parameters of a module, for "" its attributes."""
+    return getattr(module, table) if table else vars(module)
 
 
 def _noted_at(places: Sequence[BufferPlace]) -> Iterator[_BufferBefore]:
     with private.unseen(), torch.no_grad():
         for place in places:
             module = place.module()
-            buffer = None if module is None else module._buffers.get(place.name)
-            if module is not None and is_state(buffer):
-                yield _BufferBefore(module, place.name, buffer, buffer._version, buffer.clone())
+            buffer = None if module is None else _table(module, place.table).get(place.name)
+            if module is None or not _is_buffer(buffer):
+                continue
+            if place.table or buffer.nbytes <= _SMALL:
+                yield _noted(module, place.table, place.name, buffer, buffer.detach().clone())
 
 
 def _is_statistic(module: nn.Module, name: str) -> bool:
@@ -233,7 +276,7 @@ def learn_late(module: nn.Module, name: str, fn: Any, values: Iterable[Any]) -> 
     for root in owners:
         key = root.training, getattr(fn, "__code__", None)
         places = _WRITTEN.setdefault(root, {}).setdefault(key, [])
-        places.append(BufferPlace(weakref.ref(module), name))
+        places.append(BufferPlace(weakref.ref(module), "_buffers", name))
     if type(module) in _named:
         return
     _named.add(type(module))

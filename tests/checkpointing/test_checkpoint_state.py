@@ -262,6 +262,61 @@ def test_c32_a_recompute_begins_with_the_buffers_of_its_forward(way, steps):
     assert_same(*found)
 
 
+def scaled(module):
+    module.scale *= 2
+
+
+def by_data(module):
+    module.scale.data.mul_(2)
+
+
+def by_other_data(module):
+    module.scale.data = module.scale.data * 2
+
+
+def by_numpy(module):
+    if module.scale.device.type == "cpu":
+        module.scale.numpy()[...] *= 2
+    else:
+        module.scale.mul_(2)
+
+
+def by_replacing(module):
+    kept = type(module.scale)
+    scale = module.scale * 2
+    module.scale = nn.Parameter(scale, False) if kept is nn.Parameter else scale
+
+
+STATES = {
+    "buffer": lambda m, t: m.register_buffer("scale", t),
+    "parameter": lambda m, t: setattr(m, "scale", nn.Parameter(t, requires_grad=False)),
+    "attribute": lambda m, t: setattr(m, "scale", t),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, state, write):
+        super().__init__()
+        STATES[state](self, torch.ones(4, device=DEVICE))
+        self.write = write
+
+    def forward(self, x):
+        self.write(self)
+        return (x * self.scale.clone()).sin()
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("write", [scaled, by_data, by_other_data, by_numpy, by_replacing])
+@pytest.mark.parametrize("state", STATES)
+def test_c32_state_of_other_kinds_that_is_written_in_other_ways(state, write):
+    """As spectral norms of older code have it: in parameters without gradients, or attributes."""
+    x, found = randn(2, 4), []
+    for wrap in (checkpoint, lambda fn, *args: fn(*args)):
+        module = Scaled(state, write)
+        found.append([gradient(partial(wrap, module), x, 3), module.scale.detach()])
+    assert_same(*found)
+
+
 @pytest.mark.filterwarnings("error")
 def test_c32_functions_of_one_module_write_buffers_of_their_own():
     x, found = randn(2, 4), []
