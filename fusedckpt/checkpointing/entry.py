@@ -110,9 +110,10 @@ def checkpoint(
     made, with a gradient, in memory of their own; once, if several segments get them. These stay as
     they are: leaves, masks, indices, views of larger tensors, other dtypes, Tensor subclasses
     (DTensor), tensors in containers, outputs of regions. A router that reads a rounded input may
-    choose other experts than in the forward: make it a region, or do not round there. The
-    comparisons of `debug` need the arguments themselves, which it keeps. Under torch.compile
-    `store` does nothing.
+    choose other experts than in the forward: make it a region, or do not round there. Backward
+    raises where 64 elements of a saved tensor of indices differ, on a GPU one or two steps late,
+    unless determinism_check="none". The comparisons of `debug` need the arguments themselves, which
+    it keeps. Under torch.compile `store` does nothing.
 
     torch's set_checkpoint_debug_enabled and set_checkpoint_early_stop override these. Under
     torch.compile this is torch's own checkpoint; under no_grad, torch.func and forward-mode AD a
@@ -124,7 +125,7 @@ def checkpoint(
         TypeError: `function` is not callable, `save_regions` or `store` are not strings, or
             `offload` is not a flag.
         torch.utils.checkpoint.CheckpointError: in backward: the recompute differs from the forward,
-            or would read another parameter.
+            or would read another parameter, or store="int8" changed its choice of indices.
         RuntimeError: in backward: an argument or a parameter was modified in place.
 
     Source: Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv 1604.06174.

@@ -49,6 +49,8 @@ _PLACES = 16
 _MOST_WAITING = 8
 # flags of as many backwards may be unread
 _MOST_UNREAD = 2
+# of what indices are
+_INDICES = (torch.int64, torch.int32)
 # those with a kernel of torch.take
 _DTYPES = frozenset(
     (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128)
@@ -204,11 +206,14 @@ class Samples:
     """Those of a segment's forward.
 
     name: of the function, for errors. is_late: whether no backward waits for their comparison.
+    is_rounded: whether the recompute begins with rounded values, so that indices alone are to be
+    the same.
     """
 
-    def __init__(self, name: str, is_late: bool = False):
+    def __init__(self, name: str, is_late: bool = False, is_rounded: bool = False):
         self.name = name
         self.is_late = is_late
+        self.is_rounded = is_rounded
         self._gather = Gather(0)
         # storages of arguments: their versions are checked
         self._given: frozenset[int] = frozenset()
@@ -231,6 +236,9 @@ class Samples:
 
     def take(self, index: int, tensor: Tensor) -> None:
         """Take those of the tensor that is saved at an index."""
+        # the few integers that attention saves may be memory that nothing has written
+        if self.is_rounded and not (tensor.dtype in _INDICES and tensor.numel() >= _COUNT):
+            return
         like = tensor.shape, tensor.dtype
         if like == self._noise[1]:
             # rrelu saves its noise, then its input, and then draws the noise
@@ -278,7 +286,7 @@ class Samples:
             rows = before.rows()
             elements = [(rows[i], row, 1) for i, row in now.rows().items() if i in rows]
         return [
-            Pair(self.name, a, b, count, self.is_late)
+            Pair(self.name, a, b, count, self.is_late, self.is_rounded)
             for a, b, count in elements
             if (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
         ]
@@ -297,6 +305,8 @@ class Pair(NamedTuple):
     num_tensors: int = 1
     # whether no backward waits for their comparison
     is_late: bool = False
+    # whether the recompute began with rounded values
+    is_rounded: bool = False
 
 
 class _Pairs(list[Pair]):
@@ -506,21 +516,28 @@ def _check(pairs: Iterable[Pair]) -> None:
     with private.unseen(), torch.no_grad():
         for pair in pairs:
             if not _are_same([pair], True).item():
-                raise CheckpointError(_message(pair.name))
+                raise CheckpointError(_message(pair))
 
 
 def _assert_close(pairs: Iterable[Pair]) -> None:
     """Have a device raise where samples differ by more than rounding."""
     for pair in pairs:
         # torch takes no longer one
-        message = _message(pair.name)[:254]
+        message = _message(pair)[:254]
         private.assert_later(_are_same([pair], True), message)
 
 
-def _message(name: str) -> str:
+def _message(pair: Pair) -> str:
+    if pair.is_rounded:
+        return (
+            f"{pair.name}: its recompute, which store='int8' gives a rounded input, chose other "
+            "indices than its forward, as a router may: gradients of this backward, on a GPU of "
+            "one or two before, go elsewhere. Make that call a region that save_regions names, or "
+            "leave store out"
+        )
     return (
-        f"{name}: its recompute brings back other values than its forward saved: it reads state "
-        "that has changed since, or random numbers of a generator that is not restored. The "
+        f"{pair.name}: its recompute brings back other values than its forward saved: it reads "
+        "state that has changed since, or random numbers of a generator that is not restored. The "
         "gradients of this backward, on a GPU perhaps of one or two before, are wrong"
     )
 

@@ -97,9 +97,12 @@ class Segment(Trace, CheckpointPhase):
         run = WatchedRun(call.fn) if self.options.debug and compares else None
         self.watch = run
         self.calls.append(call)
-        if self.options.samples and compares and not may_change(private.top_hooks()):
-            is_late = self.options.reads_samples_late
-            self.samples = self.samples or Samples(name_of(call.fn), is_late)
+        options = self.options
+        samples = options.samples or (options.rounds and options.determinism_check == "default")
+        if samples and compares and not may_change(private.top_hooks()):
+            is_late = options.reads_samples_late or options.rounds
+            name = name_of(call.fn)
+            self.samples = self.samples or Samples(name, is_late, is_rounded=options.rounds)
             self.samples.begin((*args, *kwargs.values()))
         try:
             # an enclosing checkpoint gives a tensor that it recomputes back once only
