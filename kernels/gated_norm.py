@@ -290,8 +290,8 @@ def gated_norm_grad_kernel(
     for index in tl.static_range(CHUNKS):
         rn = index * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
         blocks = blocks + (rn,)
-        weight = None if t.weight is None else tl.load(t.weight + first + rn, rn < n, 0.0)
-        weights = weights + (weight,)
+        if t.weight is not None:
+            weights = weights + (tl.load(t.weight + first + rn, rn < n, 0.0),)
         sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
     tiles = tl.cdiv(m, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
@@ -302,7 +302,7 @@ def gated_norm_grad_kernel(
             at = first + blocks[index]
             mask = (rm < m) & (blocks[index] < n)
             x, gate, dy = read_tiles(t, rm, at, mask, "")
-            weight = as_loaded(weights[index], HOLDS)
+            weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
             _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
             squares += row * row
             products += row * dxhat
@@ -315,10 +315,12 @@ def gated_norm_grad_kernel(
             mask = (rm < m) & (blocks[index] < n)
             # once more, out of the cache: held meanwhile they would take too many registers
             x, gate, dy = read_tiles(t, rm, at, mask, ".cg")
-            weight = as_loaded(weights[index], HOLDS)
+            weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
+            # a tuple of arguments may not hold None
             terms = store_gated_grads(
-                *(t, x, gate, dy, weight, offset, rstd, share),
-                *(rm * t.width + at, mask, ACTIVATION, GATES_FIRST, ROUND),
+                *(t, x, gate, dy),
+                weight,
+                *(offset, rstd, share, rm * t.width + at, mask, ACTIVATION, GATES_FIRST, ROUND),
             )
             added = added + (sums[index] + terms if t.dw is not None else sums[index],)
         sums = added
@@ -364,8 +366,18 @@ def wide_gated_norm_grad_kernel(
             x, gate, dy = read_tiles(t, rm, first + rn, mask, "")
             weight = None if t.weight is None else load(t.weight + first + rn, rn < n)
             terms = store_gated_grads(
-                *(t, x, gate, dy, weight, offset, rstd, share),
-                *(rm * t.width + first + rn, mask, ACTIVATION, GATES_FIRST, ROUND),
+                *(t, x, gate, dy),
+                weight,
+                *(
+                    offset,
+                    rstd,
+                    share,
+                    rm * t.width + first + rn,
+                    mask,
+                    ACTIVATION,
+                    GATES_FIRST,
+                    ROUND,
+                ),
             )
             if t.dw is not None:
                 place = t.dw + tl.program_id(0) * t.width + first + rn

@@ -210,7 +210,7 @@ def norm_grad(
     (m, n) = x.shape
     share = share_for(dy, x, rule)
     fits = n * 16 <= MAX_GRAD_BLOCK * share
-    parts = 1 if fits else row_parts(dy, dtotal, x, rule)
+    parts = 1 if fits else row_parts(dy, dtotal, x, weight, rule)
     units = num_multiprocessors(x.device)
     column_bytes = bytes_per_column(dy, dtotal, x)
     how: Mapping[str, int] = {}
@@ -237,15 +237,21 @@ def norm_grad(
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
 
 
-def row_parts(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> int:
+def row_parts(
+    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rule: NormRule
+) -> int:
     """Return into how many parts split_norm_grad cuts rows, 0 where it does not fit.
 
-    Its registers are enough for RMSNorm, with rows of whole vectors; a row and its tile of dtotal
-    lie in shared memory.
+    Its registers are enough for rows of whole vectors, not for LayerNorm's of x in float32; a row
+    and its tile of dtotal lie in shared memory.
     """
     n = x.shape[1]
-    part = MAX_GRAD_BLOCK // 2 if max(dy.element_size(), x.element_size()) > 2 else MAX_GRAD_BLOCK
-    if dtotal is not None and arch() == "sm_100":
+    wide = max(dy.element_size(), x.element_size())
+    if rule.kind == "layer" and weight is not None:
+        # weights stay in registers, which LayerNorm's sums fill
+        wide = max(wide, weight.element_size())
+    part = MAX_GRAD_BLOCK // 2 if wide > 2 else MAX_GRAD_BLOCK
+    if dtotal is not None and arch() == "sm_100" and rule.kind == "rms":
         # there 8192 columns beside those of dtotal spill 12 bytes
         part = MAX_GRAD_BLOCK // 2
     parts = next_power_of_2(cdiv(n, part))
@@ -253,7 +259,7 @@ def row_parts(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> i
     loading = parts * part * bytes_per_column(dy, x)
     loading += 0 if dtotal is None else part * dtotal.element_size()
     fits = (
-        rule.kind == "rms"
+        (rule.kind == "rms" or x.element_size() == 2)
         and n <= MAX_BLOCK
         and all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in rows)
         and n % 16 == 0
@@ -267,12 +273,16 @@ def row_parts(dy: Tensor, dtotal: Tensor | None, x: Tensor, rule: NormRule) -> i
 def launch_split(
     t: NormGrad, numbers: tuple[int, int, float, float], rule: NormRule, parts: int, programs: int
 ) -> None:
-    """Launch the gradient of RMSNorm over rows of several parts."""
+    """Launch the gradient of a norm over rows of several parts.
+
+    LayerNorm's sums take so many registers that a thread's others must serve twice the elements.
+    """
     part = next_power_of_2(numbers[1]) // parts
-    how = {"ROUND": rule.cast == "llama", "BLOCK_N": part, "PARTS": parts, "STAGES": 2}
+    how: dict[str, int] = rule.constexprs | {"BLOCK_N": part, "PARTS": parts, "STAGES": 2}
+    warps = 8 if rule.kind == "layer" else 16
     if arch().startswith("sm_"):
-        how["maxnreg"] = 128
-    split_norm_grad_kernel[programs, parts](t, *numbers, **how, num_warps=16)
+        how["maxnreg"] = 255 if rule.kind == "layer" else 128
+    split_norm_grad_kernel[programs, parts](t, *numbers, **how, num_warps=warps)
 
 
 def launch_wide(

@@ -86,16 +86,23 @@ def add_triples(a, b, c, d, e, f):
 
 
 @triton.jit
-def row_sums(a, b, c):
-    """Sum two or three tiles over whole rows in one reduction, as columns; c may be None."""
+def sums_over(a, b, c, AXIS: tl.constexpr):
+    """Sum two or three tiles over an axis in one reduction; c may be None."""
     if INTERPRETED:
         # where a reduction of several tiles is a loop in Python
-        sums = (tl.sum(a, axis=1), tl.sum(b, axis=1), tl.sum(b if c is None else c, axis=1))
+        sums = (tl.sum(a, AXIS), tl.sum(b, AXIS), tl.sum(b if c is None else c, AXIS))
     elif c is None:
-        pair = tl.reduce((a, b), 1, add_pairs)
+        pair = tl.reduce((a, b), AXIS, add_pairs)
         sums = (pair[0], pair[1], pair[1])
     else:
-        sums = tl.reduce((a, b, c), 1, add_triples)
+        sums = tl.reduce((a, b, c), AXIS, add_triples)
+    return sums
+
+
+@triton.jit
+def row_sums(a, b, c):
+    """Sum two or three tiles over whole rows in one reduction, as columns; c may be None."""
+    sums = sums_over(a, b, c, 1)
     return sums[0][:, None], sums[1][:, None], sums[2][:, None]
 
 

@@ -43,7 +43,7 @@ def rare_norm_grads(n: int) -> None:
 
 
 def gated_norms() -> None:
-    """As Mamba 2, Nemotron H, Zamba 2, Qwen3-Next and Kimi Linear have them."""
+    """As Mamba 2, Nemotron H, Zamba 2, Qwen3-Next and Kimi Linear have them; one has no weight."""
     rule = gated_norm.GatedNormRule
     for n, dtype, options in (
         (5120, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
@@ -54,9 +54,10 @@ def gated_norms() -> None:
         (128, torch.bfloat16, rule(1e-6, cast="llama")),
         (128, torch.bfloat16, rule(1e-6, "sigmoid")),
     ):
-        x, w = meta(4096, n, dtype=dtype), meta(n, dtype=dtype)
+        x = meta(4096, n, dtype=dtype)
+        w = None if options.activation == "sigmoid" else meta(n, dtype=dtype)
         gated_norm.gated_norm(x, x, w, options, dtype)
-        gated_norm.gated_norm_grad(x, x, x, w, options, (True, True, True), dtype)
+        gated_norm.gated_norm_grad(x, x, x, w, options, (True, True, w is not None), dtype)
 
 
 def chained() -> None:

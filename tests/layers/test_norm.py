@@ -37,7 +37,7 @@ WIDE = [(3, MAX_GRAD_BLOCK), (3, MAX_GRAD_BLOCK + 1), (2, 12345), (3, MAX_BLOCK 
         # rows of whole vectors
         ("llama", (3, 12288)),
         ("rms_norm", (3, MAX_BLOCK // 2 + 16)),
-        ("layer_norm", (3, 12288)),
+        ("half layer_norm", (3, MAX_BLOCK // 2 + 16)),
         ("rms_norm", WIDE[2]),
         ("add_rms_norm", WIDE[3]),
     ],
@@ -45,9 +45,10 @@ WIDE = [(3, MAX_GRAD_BLOCK), (3, MAX_GRAD_BLOCK + 1), (2, 12345), (3, MAX_BLOCK 
 )
 def test_long_rows(function, shape):
     m, n = shape
-    names = {"layer_norm": "wb", "add_rms_norm": "rw"}.get(function, "w")
     options = {"cast": "llama", "eps": 1e-5} if function == "llama" else {}
-    function = function.replace("llama", "rms_norm")
+    is_half = function.startswith(("llama", "half"))
+    function = function.replace("llama", "rms_norm").removeprefix("half ")
+    names = {"layer_norm": "wb", "add_rms_norm": "rw"}.get(function, "w")
 
     def call(module, x, *rest):
         args = (x, rest[0], (n,), rest[1]) if "r" in names else (x, (n,), *rest)
@@ -55,14 +56,14 @@ def test_long_rows(function, shape):
 
     def inputs():
         shapes = [(m, n), *((m, n) if key == "r" else (n,) for key in names)]
-        return [randn(*s, dtype=torch.bfloat16 if options else torch.float32) for s in shapes]
+        return [randn(*s, dtype=torch.bfloat16 if is_half else torch.float32) for s in shapes]
 
     with launches() as count:
         compare(lambda *a: call(functional, *a), lambda *a: call(reference, *a), inputs)
     assert ("wide_norm_kernel" in count) == (n > MAX_BLOCK)
     # float32 takes twice the registers
-    fits = MAX_GRAD_BLOCK if options else MAX_GRAD_BLOCK // 2
-    splits = function.endswith("rms_norm") and n % 16 == 0 and fits < n <= MAX_BLOCK
+    fits = MAX_GRAD_BLOCK if is_half else MAX_GRAD_BLOCK // 2
+    splits = (is_half or function != "layer_norm") and n % 16 == 0 and fits < n <= MAX_BLOCK
     assert ("split_norm_grad_kernel" in count) == splits
     assert ("wide_grad_kernel" in count) == (n > fits and not splits)
 

@@ -66,12 +66,12 @@ def norm_grad() -> list[Tensor]:
 
 def split_norm_grad() -> list[Tensor]:
     """Launch the gradient of rows of two parts, narrower than those that need them."""
-    m, n = 3, 2048
+    m, n = 3, 4096
     x, w, dy = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((m, n), (n,), (m, n)))
-    dx, dw = torch.empty_like(x), torch.empty(1, n)
-    t = NormGrad(dy, dy, x, w, dx, dw, None, n, n, n)
-    norm.launch_split(t, (m, n, 1e-6, 0.0), norm.NormRule("rms", 1e-6), parts=2, programs=1)
-    return [dx, dw]
+    dx, dw, db = torch.empty_like(x), torch.empty(1, n), torch.empty(1, n)
+    t = NormGrad(dy, dy, x, w, dx, dw, db, n, n, n)
+    norm.launch_split(t, (m, n, 1e-6, 0.0), norm.NormRule("layer", 1e-6), parts=2, programs=1)
+    return [dx, dw, db]
 
 
 def gated_norm_grad() -> list[Tensor]:

@@ -29,7 +29,7 @@ HARMLESS = {
     ("sm_90", "gemm"): {0, 1, 2, 3, 4, 6, 10, 12},
     ("sm_90", "unaligned"): set(),
     ("sm_90", "norm_grad"): {0, 10},
-    ("sm_80", "split_norm_grad"): {1, 4, 5, 6},
+    ("sm_80", "split_norm_grad"): {1, 7, 8, 9},
     ("sm_90", "gated_norm_grad"): {1, 2, 3},
     ("sm_80", "statistics"): set(),
 }
