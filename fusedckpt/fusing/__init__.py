@@ -10,7 +10,7 @@ While `fuse` runs (fuser.py):
       | find_blocks.py         walks over norms, MLPs, linears, Sequentials and experts
       | match_mixers.py        finds attention and mixers (mixers_in_code.py, mixers_in_run.py)
       | first_step.py          lets modules wait for their first training call
-      | match_heads.py         finds output embeddings of causal models
+      | fused_heads.py         finds output embeddings of causal models
       | match_shared.py        finds layers that may save a recipe of their input
       v
     one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, match_experts.py

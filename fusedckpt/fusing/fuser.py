@@ -18,7 +18,7 @@ from fusedckpt.deprecated import renamed_arguments
 from fusedckpt.fusing.find_blocks import BlockFinder
 from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
-from fusedckpt.fusing.match_heads import find_heads
+from fusedckpt.fusing.fused_heads import find_heads
 from fusedckpt.fusing.match_mixers import find_mixers
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.matcher import Matcher
