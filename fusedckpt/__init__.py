@@ -29,6 +29,7 @@ from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmer
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.norm_linear import NormLinear
 from fusedckpt.layers.sequential import Sequential
+from fusedckpt.planning.max_size import MaxSizes, find_max_size
 from fusedckpt.planning.planner import plan
 from fusedckpt.planning.plans import Plan
 from fusedckpt.reporting.memory_report import MemoryReport, report
@@ -51,6 +52,7 @@ __all__ = [
     "LoRA",
     "MSLayerNorm",
     "MSRMSNorm",
+    "MaxSizes",
     "MemoryReport",
     "NormLinear",
     "NormSpec",
@@ -68,6 +70,7 @@ __all__ = [
     "checkpoint_sequential",
     "estimate",
     "explain",
+    "find_max_size",
     "functional",
     "fuse",
     "is_recomputing",

@@ -3,15 +3,22 @@
 `estimate` says where the memory of a training step goes, without allocating it:
 
     python -m fusedckpt estimate mine:llama --batch 8 --seq 4096 --dtype bfloat16
+
+`fits` names the longest sequence, or the largest batch, that fits each card:
+
+    python -m fusedckpt fits mine:llama --grows seq --step 1024 --batch 1 --cards 24,48,80
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import platform
+import shlex
 import sys
 from collections.abc import Callable
 from importlib import metadata
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -19,6 +26,7 @@ import torch
 from torch import nn
 
 import fusedckpt
+from fusedckpt.planning.max_size import SLACK, WAYS
 from fusedckpt.reporting.factory import MadeModel, made_on_meta
 from fusedckpt.reporting.memory_text import compared
 
@@ -34,8 +42,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Print versions and the path of every function; with a factory, a report of its model."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command, *others = arguments or [""]
-    if command == "estimate":
-        return _estimate(others)
+    if command in _COMMANDS:
+        return _COMMANDS[command](others)
     parser = _parser("", __doc__)
     parser.add_argument("factory", nargs="?", metavar="MODULE:FACTORY", help=_FACTORY)
     _add_sizes(parser)
@@ -76,6 +84,55 @@ def _estimate(arguments: list[str]) -> int:
     except (TypeError, ValueError) as error:
         parser.error(f"{options.factory}: {error}")
     return 0
+
+
+def _fits(arguments: list[str]) -> int:
+    """Print the largest inputs that fit each card."""
+    parser = _parser("fits", "Name the largest inputs that fit each card, by way of training.")
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help=_FACTORY)
+    _add_sizes(parser)
+    parser.add_argument("--cards", default="24,48,80", help="their GiB: 24,48,80")
+    grows = ("factory", "seq", "batch")
+    parser.add_argument("--grows", choices=grows, default="factory", help="factory: takes a size")
+    parser.add_argument(
+        "--step", type=int, default=1, metavar="N", help="of which sizes are multiples"
+    )
+    parser.add_argument("--ways", help=f"some of: {'; '.join(WAYS)}; separated by semicolons")
+    parser.add_argument("--slack", type=float, default=SLACK, help="share of a card to leave")
+    parser.add_argument("--accumulate", action="store_true", help="gradients exist before the step")
+    parser.add_argument("--plot", metavar="FILE", help="draw it, as .png or .svg")
+    parser.add_argument("--json", metavar="FILE", help="append the record as a line")
+    options = parser.parse_args(arguments)
+    factory = _factory(parser, options.factory)
+    _print_versions()
+    try:
+        sizes = fusedckpt.find_max_size(
+            factory,
+            [f"{card.strip()}GiB" for card in options.cards.split(",")],
+            grows=options.grows,
+            step=options.step,
+            batch=options.batch,
+            seq=options.seq,
+            dtype=_DTYPES_BY_NAME.get(options.dtype),
+            optimizer=None if options.optimizer == "none" else options.optimizer,
+            accumulate=options.accumulate,
+            ways=tuple(WAYS) if options.ways is None else _split(options.ways),
+            slack=options.slack,
+        )
+    except (TypeError, ValueError) as error:
+        parser.error(f"{options.factory}: {error}")
+    print(sizes)
+    if options.plot:
+        sizes.plot(options.plot)
+    if options.json:
+        line = {"command": "fits", "line": shlex.join(arguments), **sizes.to_dict()}
+        with Path(options.json).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    return 0
+
+
+def _split(names: str) -> list[str]:
+    return [name.strip() for name in names.split(";")]
 
 
 def _print_estimates(made: MadeModel) -> None:
@@ -140,6 +197,8 @@ def _factory(parser: argparse.ArgumentParser, spec: str) -> Callable[..., Any]:
     except (AttributeError, ImportError, ValueError) as error:
         parser.error(f"{spec}: {error}")
 
+
+_COMMANDS = {"estimate": _estimate, "fits": _fits}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -191,6 +191,10 @@ class Versioned:
         return self._tensors
 
 
+# the implementations of ops, for code that watches their memory from inside
+implementations: dict[Any, Callable[..., list[Tensor]]] = {}
+
+
 def define(
     schema: str,
     implementation: Callable[..., list[Tensor]],
@@ -205,6 +209,8 @@ def define(
     name = schema[: schema.index("(")]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     overload = getattr(torch.ops.fusedckpt, name).default
+
+    implementations[overload] = implementation
 
     def refuse(*args: Any) -> Any:
         if torch.is_grad_enabled() and any(

@@ -155,6 +155,42 @@ class CopyStream:
                 used.free()
 
 
+class _NoCopies(CopyStream):
+    """Copies of meta tensors, of which a host has no bytes: an estimate counts those that stay."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self.memory: Any = self
+        self._computing = _NoStream()
+
+    def new_stream(self) -> Any:
+        """Return no stream."""
+
+    def computing(self) -> Any:
+        """Return a stream on which nothing runs."""
+        return self._computing
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of that size, and the memory of one element."""
+        return tensor.new_empty(()).expand(tensor.shape)
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]], ready: Any) -> Any:
+        """Copy nothing."""
+
+    def use(self, tensor: Tensor, stream: Any) -> None:
+        """Do nothing."""
+
+
+class _NoStream:
+    """A stream on which nothing runs."""
+
+    def record_event(self) -> None:
+        """Return no event."""
+
+    def wait_event(self, event: None) -> None:
+        """Do nothing."""
+
+
 _streams: dict[torch.device, CopyStream] = {}
 _lock = threading.Lock()
 
@@ -163,7 +199,8 @@ def copy_stream(device: torch.device) -> CopyStream:
     """Return the copies of a device."""
     with _lock:
         if device not in _streams:
-            _streams[device] = CopyStream(device)
+            kind = _NoCopies if device.type == "meta" else CopyStream
+            _streams[device] = kind(device)
         return _streams[device]
 
 
@@ -171,8 +208,9 @@ def obstacle(device: torch.device) -> str:
     """Return why a device's tensors cannot be offloaded now, "" where they can."""
     if device.type == "cpu":
         return "a CPU's tensors are in host memory"
-    module = None if device.type == "meta" else torch.get_device_module(device.type)
-    if not hasattr(module, "Stream"):
+    if device.type == "meta":
+        return ""
+    if not hasattr(torch.get_device_module(device.type), "Stream"):
         return f"{device.type} has no streams"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is captured"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.autograd import arguments
+from fusedckpt.autograd import arguments, private_memory
 from fusedckpt.autograd.private import pytree
 from fusedckpt.reporting.memory_report import MemoryReport
 from fusedckpt.reporting.meta_step import estimated
@@ -30,10 +30,36 @@ class MadeModel:
     step: Step
     # has the values of integers that the factory made
     run: MetaRun
+    # returns args and kwargs of other sizes, batch and seq
+    resize: Callable[[int | None, int | None], tuple[Any, Any]]
 
-    def estimated(self) -> MemoryReport:
-        """Return the estimate of a step of the model as it is now."""
-        return estimated(self.step, self.run)
+    def resized(self, batch: int | None, seq: int | None) -> MadeModel:
+        """Return the same model with inputs of other sizes."""
+        with on_meta(self.run):
+            args, kwargs = self.resize(batch, seq)
+        step = self.step._replace(args=args, kwargs=kwargs)
+        return replace(self, step=step, inputs=_described((args, kwargs)))
+
+    def estimated(
+        self, device: torch.device | None = None, accumulate: bool = False
+    ) -> MemoryReport:
+        """Return the estimate of a step of the model as it is now.
+
+        device: the kind that it would run on. accumulate: whether gradients exist when it begins.
+        """
+        step = self.step
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        with (
+            on_meta(self.run),
+            self.run.reading_numbers(),
+            private_memory.optimizers_of_a(device or META),
+        ):
+            # once, or each estimate would take two steps
+            step.make_state(trained)
+        self.model.zero_grad()
+        if accumulate:
+            step = step._replace(gradients={p: torch.empty_like(p) for p in trained})
+        return estimated(step, self.run, device)
 
 
 def made_on_meta(
@@ -70,12 +96,15 @@ def made_on_meta(
     with on_meta(run), _default_dtype(dtype):
         model, args, kwargs = _parts(caller, factory())
         _check_meta(caller, model)
-        if args or kwargs:
-            args, kwargs = _resized((args, kwargs), batch, seq)
-        else:
-            kwargs = _tokens(caller, model, batch, seq)
-    step = _step(caller, model.train(), args, kwargs, kind)
-    return MadeModel(model, _described((args, kwargs)), step, run)
+
+        def resize(batch: int | None, seq: int | None) -> tuple[Any, Any]:
+            if args or kwargs:
+                return _resized((args, kwargs), batch, seq)
+            return (), _tokens(caller, model, batch, seq)
+
+        inputs = resize(batch, seq)
+    step = _step(caller, model.train(), *inputs, kind)
+    return MadeModel(model, _described(inputs), step, run, resize)
 
 
 def optimizer_class(caller: str, name: str | None) -> type[Optimizer] | None:

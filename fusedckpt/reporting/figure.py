@@ -31,10 +31,19 @@ STYLE: dict[Any, Any] = {
 
 
 @contextmanager
-def panels(path: str | Path, caller: str, rect: Any = None, **options: Any) -> Iterator[Any]:
+def panel(path: str | Path, caller: str) -> Iterator[Any]:
+    """Yield a figure and its axes, and write it as `panels` does."""
+    with panels(path, caller, count=1) as (figure, axes):
+        yield figure, axes
+
+
+@contextmanager
+def panels(
+    path: str | Path, caller: str, rect: Any = None, count: int = 2, **options: Any
+) -> Iterator[Any]:
     """Yield a figure and two axes side by side, and write it in the format of the path's suffix.
 
-    rect: the part of the figure that the axes take.
+    rect: the part of the figure that the axes take. count: the number of axes.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -55,5 +64,5 @@ def panels(path: str | Path, caller: str, rect: Any = None, **options: Any) -> I
         suffix = Path(path).suffix.removeprefix(".").lower()
         if suffix and suffix not in figure.canvas.get_supported_filetypes():
             raise ValueError(f"{caller}: expected a file such as memory.png or .svg, got {path}")
-        yield figure, figure.subplots(1, 2, **options)
+        yield figure, figure.subplots(1, count, **options)
         figure.savefig(path)

@@ -83,9 +83,12 @@ def estimate(
     return estimated(step, run)
 
 
-def estimated(step: Step, run: MetaRun) -> MemoryReport:
-    """Take a step on meta tensors, and report it; run: has the values of those that exist."""
-    device = step.device
+def estimated(step: Step, run: MetaRun, device: torch.device | None = None) -> MemoryReport:
+    """Take a step on meta tensors, and report it.
+
+    run: has the values of those that exist. device: that of the model, unless it is on meta.
+    """
+    device = device or step.device
     loss = step.loss
     parts = nn.ModuleList([step.model, loss] if isinstance(loss, nn.Module) else [step.model])
     with (

@@ -1,8 +1,8 @@
 """`MetaRun`: ops on meta tensors, with the bytes that they would have in use, and some values.
 
-Meta tensors have shapes and no memory. Integers, booleans and single numbers have values all the
-same, computed on a CPU beside: code that asks whether a mask is all ones gets its answer, and an
-optimizer the number of its step. Other numbers have none.
+Meta tensors have shapes and no memory. Integers, booleans, float64 and single numbers have values
+all the same, computed on a CPU beside: code that asks whether a mask is all ones gets its answer,
+and an optimizer the number of its step. Other numbers have none.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedckpt.allocations import Change
 from fusedckpt.autograd import private_memory
+from fusedckpt.autograd.backward import implementations
 from fusedckpt.autograd.private import TorchDispatchMode, pytree, schema_of, storage_key
 from fusedckpt.memory import storages_of
 from fusedckpt.reporting.timeline import RunningModules, TimelineReader, TimelineReading
@@ -28,6 +29,8 @@ META = torch.device("meta")
 _MOST_VALUES = 2**24
 # nor those of as many elements that nothing was written to: weights that are made so
 _MOST_UNWRITTEN = 2**16
+# ops whose result is no tensor
+_COMPARES = (torch.ops.aten.allclose.default, torch.ops.aten.equal.default)
 _ADD = torch.ops.aten.add.Tensor
 _EMPTY = torch.ops.aten.empty.memory_format
 
@@ -42,7 +45,7 @@ class MetaRun(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        # a meta tensor of integers, of booleans or with one element -> the same on a CPU
+        # a meta tensor of a kind that has values -> the same on a CPU
         self._values = WeakTensorKeyDictionary()
         # a tensor with memory -> the meta tensor in its place
         self._stand_ins = WeakTensorKeyDictionary()
@@ -102,16 +105,20 @@ class MetaRun(TorchDispatchMode):
         is_meta = any(x.is_meta for x in tensors) or _names_meta(kwargs)
         if not is_meta:
             return func(*args, **kwargs)
+        if func in implementations:
+            # the buffers of a block live and die inside
+            with self:
+                return implementations[func](*args, **kwargs)
         if not all(x.is_meta for x in tensors):
             args, kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
             tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         is_known = all(x in self._values for x in tensors)
-        if private_memory.READ is not None and func is private_memory.READ.default:
+        if (private_memory.READ and func is private_memory.READ.default) or func in _COMPARES:
             if not is_known and self._reads_numbers:
                 return 1.0
             if not is_known:
                 raise RuntimeError("the value of an activation is read, and meta tensors have none")
-            return func(self._values[args[0]])
+            return func(*self._on_cpu(args), **kwargs)
         is_sum = self._enter_op(func)
         # memory that exists already and is not counted, such as that of a constant
         self._count(tensors, is_new=False)
@@ -224,7 +231,9 @@ class MetaModules(RunningModules):
 
 def may_have_value(x: Tensor, most: int = _MOST_VALUES) -> bool:
     """Whether a tensor is of the kinds, and as small, as those that have values on meta."""
-    return x.numel() <= (1 if x.is_floating_point() or x.is_complex() else most)
+    # a head without logits probes them with numbers in float64, which its model may change
+    is_read = x.dtype == torch.float64 or not (x.is_floating_point() or x.is_complex())
+    return x.numel() <= (most if is_read else 1)
 
 
 def _has_value(x: Tensor, func: Any) -> bool:

@@ -1,0 +1,353 @@
+"""`find_max_size`: the largest inputs of which a training step fits a card, by way of training.
+
+The peak of a step is the largest of several sums of tensors, each a polynomial of the size of the
+inputs, of degree two where attention saves its scores. So a few estimates, and a parabola through
+the last three, tell where the peak meets the card; an estimate there, and one a step further,
+verify it, or are the next points.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from fusedckpt.autograd import arguments
+from fusedckpt.checkpointing.wrapper import checkpoint_module
+from fusedckpt.fusing.fuser import fuse
+from fusedckpt.planning.budget import bytes_of
+from fusedckpt.planning.repeated_blocks import RepeatedBlocks
+from fusedckpt.reporting.factory import MadeModel, made_on_meta
+from fusedckpt.reporting.figure import BLUE, FAINT, INK, panel
+from fusedckpt.reporting.tables import size as size_text
+from fusedckpt.reporting.tables import table
+
+# the share of a card that a step may not use, by default: the CUDA context and the allocator's
+# cache take it
+SLACK = 0.1
+# larger sizes are not tried
+_MOST = 2**24
+_NAME = "find_max_size"
+
+
+@dataclass(frozen=True)
+class MaxSize:
+    """The largest inputs that fit a card in one way."""
+
+    # the way of training
+    way: str
+    # bytes of the card
+    card_bytes: int
+    # the largest size that fits, 0 where the first step of it does not
+    size: int
+    # bytes of the peak at this size; with size 0 None
+    peak_bytes: int | None
+    # bytes of the peak one step of the size further, None above the largest size that is tried
+    next_peak_bytes: int | None
+
+
+@dataclass(frozen=True)
+class MaxSizes:
+    """The result of `find_max_size`."""
+
+    # the class of the model
+    model: str
+    # the inputs at the first size
+    inputs: str
+    # what grows: "factory", "seq" or "batch"
+    grows: str
+    # sizes are multiples of it
+    step: int
+    # the share of a card that is left free
+    slack: float
+    # the class of the optimizer, "" without one
+    optimizer: str
+    # by way and card
+    found: tuple[MaxSize, ...]
+    # ways that the model does not take, and why
+    left: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as numbers, strings, lists and dicts."""
+        return asdict(self) | {"found": [asdict(x) for x in self.found]}
+
+    def size_of(self, way: str, card_bytes: int) -> int:
+        """Return the largest size of a way on a card."""
+        return next(x.size for x in self.found if (x.way, x.card_bytes) == (way, card_bytes))
+
+    def __str__(self) -> str:
+        cards = [*dict.fromkeys(x.card_bytes for x in self.found)]
+        ways = [*dict.fromkeys(x.way for x in self.found)]
+        rows = [(way, *(f"{self.size_of(way, card):,}" for card in cards)) for way in ways]
+        rows += [(way, *("-" for _ in cards)) for way in self.left]
+        optimizer = f", {self.optimizer}" if self.optimizer else ""
+        lines = [
+            f"Largest {_NOUNS[self.grows]} of a training step of {self.model}{optimizer}: "
+            f"estimated, a multiple of {self.step:,}",
+            f"at size {self.step:,}: {self.inputs}",
+            table(("", *map(size_text, cards)), rows, numbers=range(1, len(cards) + 1)),
+            f"each with {self.slack:.0%} of the card left for the allocator's cache, the CUDA",
+            "context and memory within kernels; nothing was allocated, and no GPU was used",
+        ]
+        return "\n".join([*lines, *(f"{way}: {why}" for way, why in self.left.items())])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the sizes as bars, by card and way.
+
+        The file's suffix sets the format. Needs matplotlib: `pip install fusedckpt[bench]`.
+        """
+        draw_sizes(self, path)
+
+
+# what grows -> its name in texts
+_NOUNS = {"factory": "size", "seq": "sequence, in tokens,", "batch": "batch, in samples,"}
+
+
+class NotApplicable(Exception):
+    """A model does not take a way of training."""
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    blocks = [part.module for part in RepeatedBlocks(model).parts() if part.is_entry]
+    if not blocks:
+        raise NotApplicable("the model has no containers of repeated blocks to checkpoint")
+    return blocks
+
+
+def _torch_checkpoints(model: nn.Module) -> None:
+    for block in _blocks(model):
+        run: Any = functools.partial(torch_checkpoint, block.forward, use_reentrant=False)
+        block.forward = run
+
+
+def _with_head(model: nn.Module) -> None:
+    if not _has_head(model):
+        raise NotApplicable("head: the model is no causal language model of transformers")
+    fuse(model, head=True)
+
+
+def _has_head(model: nn.Module) -> bool:
+    embedding = getattr(model, "get_output_embeddings", lambda: None)
+    return embedding() is not None
+
+
+def _checkpoints(offload: bool, model: nn.Module) -> None:
+    blocks = _blocks(model)
+    fuse(model, head=_has_head(model))
+    for block in blocks:
+        checkpoint_module(block, offload=offload)
+
+
+# by name, what is done to a model
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "eager": lambda model: None,
+    "torch checkpoint": _torch_checkpoints,
+    "fuse preact": functools.partial(fuse, save="preact"),
+    "fuse": fuse,
+    "fuse, head": _with_head,
+    "fuse, checkpoint, head": functools.partial(_checkpoints, False),
+    "fuse, checkpoint, head, offload": functools.partial(_checkpoints, True),
+}
+
+
+def find_max_size(
+    factory: Callable[..., Any],
+    cards: Sequence[int | str] = ("24GiB", "48GiB", "80GiB"),
+    *,
+    grows: str = "factory",
+    step: int = 1,
+    batch: int | None = None,
+    seq: int | None = None,
+    dtype: torch.dtype | None = None,
+    optimizer: str | None = "AdamW",
+    accumulate: bool = False,
+    ways: Sequence[str] = tuple(WAYS),
+    slack: float = SLACK,
+    device: str = "cuda",
+) -> MaxSizes:
+    """Return the largest inputs of which a training step fits each card, in several ways.
+
+        sizes = fusedckpt.find_max_size(llama, ["24GiB", "80GiB"], grows="seq", step=1024, batch=1)
+        print(sizes)
+
+    Nothing is allocated: peaks are those of `estimate`, which are lower bounds, and may take
+    `1 - slack` of a card. Each answer fits by its own estimate, and one step more does not.
+
+    Ways: "eager"; "torch checkpoint" around every repeated block; "fuse preact" and "fuse" with
+    save="preact" and "inputs"; "fuse, head" with the loss in the head; "fuse, checkpoint, head"
+    with `checkpoint_module` around every repeated block, and the loss in the head of a causal
+    language model; the same with offload=True, where inputs of checkpoints wait on the host.
+
+    Args:
+        factory: as that of `python -m fusedckpt estimate`: returns a causal language model of
+            transformers, or a model and its inputs. Parts that are frozen, adapters, and quantized
+            weights (`register_quantized`) count as they are.
+        cards: bytes of each card, or a size such as "24GiB".
+        grows: "factory": the factory is called with the size; "seq" or "batch": the second or first
+            dimension of the inputs.
+        step: sizes are multiples of it.
+        batch, seq: as in the command, of the dimension that does not grow.
+        dtype: default dtype while the factory runs.
+        optimizer: a class of torch.optim, with its default options; None for none.
+        accumulate: whether gradients exist when the step begins.
+        ways: some of the names above.
+        slack: the share of a card that stays free, 0.0 to below 1.0.
+        device: the kind of device of the cards, as optimizers ask for it.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong, or the model's forward cannot run without
+            numbers, see `estimate`.
+    """
+    limits = [bytes_of(_NAME, card, torch.device("cpu")) for card in cards]
+    if not limits:
+        raise ValueError(f"{_NAME}: expected at least one card, got {cards!r}")
+    if grows not in _NOUNS:
+        raise ValueError(f"{_NAME}: grows must be one of {', '.join(_NOUNS)}, got {grows!r}")
+    arguments.integer(_NAME, "step", step, least=1)
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise ValueError(f"{_NAME}: expected ways among {', '.join(WAYS)}, got {unknown[0]!r}")
+    if not 0.0 <= slack < 1.0:
+        raise ValueError(f"{_NAME}: slack must be from 0.0 to below 1.0, got {slack}")
+    if grows == "factory" and not inspect.signature(factory).parameters:
+        raise ValueError(
+            f"{_NAME}: the factory takes no size: let it take one, or say grows='seq' or 'batch'"
+        )
+    sizes = {"batch": batch, "seq": seq}
+
+    def make(size: int) -> MadeModel:
+        grown = sizes if grows == "factory" else sizes | {grows: size}
+        calls = functools.partial(factory, size) if grows == "factory" else factory
+        return made_on_meta(_NAME, calls, **grown, dtype=dtype, optimizer=optimizer)
+
+    found: list[MaxSize] = []
+    left: dict[str, str] = {}
+    inputs = ""
+    name = ""
+    for way in ways:
+        trained = make(step)
+        inputs = trained.inputs
+        name = type(trained.model).__name__
+        try:
+            WAYS[way](trained.model)
+        except NotApplicable as reason:
+            left[way] = str(reason)
+            continue
+
+        def peak(size: int, way: str = way, trained: MadeModel = trained) -> int:
+            if grows != "factory":
+                grown = sizes | {grows: size}
+                made = trained.resized(grown["batch"], grown["seq"])
+            else:
+                made = make(size)
+                WAYS[way](made.model)
+            return made.estimated(torch.device(device), accumulate=accumulate).peak_bytes
+
+        peaks = Peaks(peak, step)
+        found += [_largest(peaks, way, card, slack) for card in limits]
+    return MaxSizes(
+        model=name,
+        inputs=inputs,
+        grows=grows,
+        step=step,
+        slack=slack,
+        optimizer=optimizer or "",
+        found=tuple(found),
+        left=left,
+    )
+
+
+class Peaks:
+    """Estimated peaks by the number of steps of the size, each estimated once."""
+
+    def __init__(self, estimate: Callable[[int], int], step: int):
+        self.step = step
+        self._estimate = estimate
+        self.known: dict[int, int] = {}
+
+    def __call__(self, count: int) -> int:
+        """Return the peak at so many steps."""
+        if count not in self.known:
+            self.known[count] = self._estimate(count * self.step)
+        return self.known[count]
+
+
+def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
+    """Return the largest size whose peak fits a card."""
+    limit = int(card * (1.0 - slack))
+    most = max(1, _MOST // peaks.step)
+    low, high = 0, most + 1
+    for count, peak in sorted(peaks.known.items()):
+        if peak <= limit:
+            low = max(low, count)
+        else:
+            high = min(high, count)
+    while high - low > 1:
+        count = _next_count(peaks.known, limit, low, high)
+        if peaks(count) <= limit:
+            low = count
+        else:
+            high = count
+    return MaxSize(
+        way=way,
+        card_bytes=card,
+        size=low * peaks.step,
+        peak_bytes=peaks(low) if low else None,
+        next_peak_bytes=peaks(high) if high <= most else None,
+    )
+
+
+def _next_count(known: Mapping[int, int], limit: int, low: int, high: int) -> int:
+    """Return the number of steps to estimate next, between one that fits and one that does not."""
+    if len(known) < 3:
+        return min(high - 1, max(low + 1, (1, 2, 4)[len(known)]))
+    # the points next to the answer
+    near = sorted(known, key=lambda count: abs(known[count] - limit))[:3]
+    crossing = _crossing([(count, known[count]) for count in near], limit)
+    if crossing is None or not low <= crossing < high:
+        crossing = min(low * 4, high - 1) if high > 4 * low else (low + high) // 2
+    # the crossing itself, then one step further: where the parabola is right, these verify it
+    return max(crossing, low + 1)
+
+
+def _crossing(points: Sequence[tuple[int, int]], limit: int) -> int | None:
+    """Return the largest count at which a parabola through three points stays within a limit."""
+    counts = np.array([count for count, _ in points], dtype=float)
+    peaks = np.array([peak for _, peak in points], dtype=float)
+    a, b, c = np.polyfit(counts, peaks, 2)
+    # of rounding, beside the growth of the peak
+    if abs(a) * counts.max() < 1e-6 * abs(b):
+        a = 0.0
+    roots = np.roots([a, b, c - limit] if a else [b, c - limit])
+    real = [float(root.real) for root in roots if abs(root.imag) < 1e-9 and root.real > 0]
+    return int(max(real) if a <= 0 else max(real, default=0)) if real else None
+
+
+def draw_sizes(sizes: MaxSizes, path: str | Path) -> None:
+    """Write the figure in the format that the path's ending names."""
+    cards = [*dict.fromkeys(x.card_bytes for x in sizes.found)]
+    ways = [*dict.fromkeys(x.way for x in sizes.found)]
+    with panel(path, "MaxSizes.plot") as (_, axes):
+        height = 0.8 / len(cards)
+        for index, card in enumerate(cards):
+            widths = [sizes.size_of(way, card) for way in ways]
+            places = [place + index * height for place in range(len(ways))]
+            shade = 0.35 + 0.65 * (index + 1) / len(cards)
+            label = size_text(card)
+            bars = axes.barh(places, widths, height * 0.92, color=BLUE, alpha=shade, label=label)
+            texts = [f"{width:,}" for width in widths]
+            axes.bar_label(bars, texts, padding=3, fontsize=8, color=INK)
+        axes.set_yticks([place + 0.4 - height / 2 for place in range(len(ways))], ways)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xscale("symlog", linthresh=max(1, sizes.step))
+        axes.set_xlabel(f"{_NOUNS[sizes.grows]} estimated", color=FAINT)
+        axes.set_title(f"Largest training step of {sizes.model} by card", color=INK)
+        axes.legend(frameon=False, loc="lower right")

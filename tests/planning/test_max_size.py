@@ -1,0 +1,108 @@
+"""The largest inputs that fit a card: by estimates, and right against a measured step."""
+
+import pytest
+import torch
+from torch import nn
+
+import fusedckpt
+from fusedckpt.__main__ import main
+from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.planning.max_size import MaxSizes, Peaks, _largest
+
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def aten():
+    with forced_path("aten"):
+        yield
+
+
+def mlp(size):
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+    return nn.Sequential(*layers), torch.randn(size, 64)
+
+
+def test_the_answer_fits_a_measured_step_and_a_larger_one_does_not():
+    ways = ["eager", "fuse", "fuse, checkpoint, head"]
+    options = {"step": 64, "ways": ways, "slack": 0.05, "device": "cpu"}
+    sizes = fusedckpt.find_max_size(mlp, ["16MiB"], optimizer="SGD", **options)
+    assert isinstance(sizes, MaxSizes)
+    limit = 0.95 * 16 * MIB
+    found = {x.way: x for x in sizes.found}
+    assert found["eager"].size < found["fuse"].size
+    for way in ways[:2]:
+        answer = found[way]
+        assert answer.peak_bytes <= limit < answer.next_peak_bytes
+        peaks = []
+        for size in (answer.size, round(1.1 * answer.size)):
+            model, x = mlp(size)
+            if way == "fuse":
+                fusedckpt.fuse(model)
+            optimizer = torch.optim.SGD(model.parameters())
+            peaks.append(fusedckpt.report(model, x, optimizer=optimizer).peak_bytes)
+        assert peaks[0] <= 16 * MIB < peaks[1]
+
+
+@pytest.mark.parametrize(
+    "peak",
+    [lambda n: 100 + 7 * n, lambda n: 50 + n * n, lambda n: max(900, 30 * n, 40 * n - 2000)],
+    ids=["line", "parabola", "pieces"],
+)
+def test_few_estimates_find_the_answer(peak):
+    counts = []
+    peaks = Peaks(lambda size: counts.append(size) or peak(size), 1)
+    for card in (1000, 10_000):
+        best = max(n for n in range(2000) if peak(n) <= card)
+        answer = _largest(peaks, "eager", card, slack=0.0)
+        assert (answer.size, answer.next_peak_bytes) == (best, peak(best + 1))
+    assert len(counts) <= 18
+
+
+def test_nothing_fits_a_small_card():
+    peaks = Peaks(lambda size: 10**6 + size, 1)
+    assert _largest(peaks, "eager", 1000, slack=0.0).size == 0
+
+
+def test_gradients_that_exist_take_their_bytes():
+    options = {"step": 64, "ways": ["eager"], "optimizer": None}
+    parameters = sum(p.nbytes for p in mlp(1)[0].parameters())
+    alone, accumulated = (
+        fusedckpt.find_max_size(mlp, [64 * MIB], accumulate=accumulate, **options).found[0]
+        for accumulate in (False, True)
+    )
+    assert accumulated.size <= alone.size
+    per_sample = (alone.next_peak_bytes - alone.peak_bytes) / 64
+    assert (alone.size - accumulated.size) * per_sample <= parameters + 64 * per_sample
+
+
+def test_the_command_prints_draws_and_records(tmp_path, capsys):
+    record, figure = tmp_path / "sizes.jsonl", tmp_path / "sizes.svg"
+    options = ["--step", "64", "--cards", "0.02", "--ways", "eager; fuse, head; fuse"]
+    files = ["--json", str(record), "--plot", str(figure)]
+    pytest.importorskip("matplotlib", reason="needs the bench extra")
+    assert main(["fits", f"{__name__}:mlp", *options, *files]) == 0
+    printed = capsys.readouterr().out
+    assert "Largest size of a training step of Sequential, AdamW: estimated" in printed
+    assert "no GPU was used" in printed
+    assert "fuse, head: head: the model is no causal language model" in printed
+    assert '"command": "fits"' in record.read_text()
+    assert figure.read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"grows": "width"}, "grows must be one of factory, seq, batch, got 'width'"),
+        ({"step": 0}, "step must be an integer from 1"),
+        ({"ways": ["fused"]}, "expected ways among eager, .* got 'fused'"),
+        ({"slack": 1.0}, "slack must be from 0.0 to below 1.0, got 1.0"),
+        ({"cards": []}, "expected at least one card"),
+        ({"cards": ["much"]}, "find_max_size: a budget is bytes"),
+        ({"optimizer": "Adams"}, "optimizer must be a class of torch.optim, got 'Adams'"),
+        ({"factory": lambda: mlp(2)}, "the factory takes no size"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        fusedckpt.find_max_size(**{"factory": mlp, "cards": ["1GiB"]} | options)
