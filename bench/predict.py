@@ -135,8 +135,10 @@ class Case(NamedTuple):
 LLAMA = norm.NormRule("rms", 1e-6, 0.0, "llama")
 LAYER = norm.NormRule("layer", 1e-6)
 GATED = gated_norm.GatedNormRule(1e-5, gates_first=True, cast="llama")
-NORMS = ((4096, 2048), (4096, 4096), (4096, 16384))
-LOGITS = ((1024, 128256),)
+# the last of few tokens, whose sums of dw are as large as the rows
+NORMS = ((4096, 2048), (4096, 4096), (4096, 12288), (4096, 16384), (512, 4096))
+# few tokens, and GPT-2's rows, which begin within a vector
+LOGITS = ((1024, 128256), (512, 128256), (4096, 50257))
 # 8192 tokens of models: GPT-2 small, Llama 3.2 1B, Llama 3 8B, Llama 3 70B
 INPUTS = ((8192, 768), (8192, 2048), (8192, 4096), (8192, 8192))
 

@@ -68,6 +68,8 @@ card = predict.CARDS["H100"]
 with recorded(card.arch, card.units) as launches:
     predict.CASES["rms_norm"].launch(24, 2048)
     predict.CASES["rms_norm backward"].launch(600, 256)
+    for columns in (8192, 8193):
+        predict.CASES["cross_entropy backward"].launch(3, columns)
 for launch in launches:
     count(launch)
     numbers = launch.read, launch.written, launch.instructions, predict.time_of(launch, card).us
@@ -81,7 +83,7 @@ def test_bytes_are_those_of_the_shapes():
     root = Path(__file__).parents[2]
     how: Any = {"cwd": root, "env": environment | {"PYTHONPATH": str(root)}, "check": True}
     done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, **how)
-    forward, backward, sums = map(json.loads, done.stdout.splitlines())
+    forward, backward, sums, even, odd = map(json.loads, done.stdout.splitlines())
     rows = 24 * 2048 * 2
     assert forward[:3] == ["norm_kernel", rows + 2048 * 2, rows]
     # the least number of instructions that load and store 8 elements of a thread, and the most
@@ -90,4 +92,6 @@ def test_bytes_are_those_of_the_shapes():
     assert backward[1] == pytest.approx(2 * 600 * 256 * 2, rel=0.02)
     assert backward[2] > 600 * 256 * 2
     assert sums[1] == pytest.approx(backward[2] - 600 * 256 * 2, rel=0.1)
+    # of an odd row's two branches a program runs one
+    assert even[3] < odd[3] < 1.4 * even[3]
     assert all(us > 6 for *_, us in (forward, backward, sums))

@@ -1,7 +1,8 @@
 """What a launch moves and executes: two of its programs run in the PTX emulator at full size.
 
 Bytes are counted from addresses, in sectors of 32 bytes, not from shapes. Instructions are those of
-the SASS, each loop as often as the emulated PTX goes around it; both sides of a branch count.
+the SASS, each loop as often as the emulated PTX goes around it. Of the code outside loops that
+share counts which ran in PTX: of two sides of a branch mostly one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
@@ -110,12 +112,10 @@ def count(launch: Launch) -> None:
     """Count a launch, by its first program and one in the middle."""
     blocks = (0, launch.programs // 2) if launch.programs > 1 else (0,)
     program, executed, memory = run_blocks(launch, blocks)
-    loops = [
-        (executed[target], moved)
-        for target, end, moved in ptx_loops(program)
-        if executed[target] > 0
-    ]
-    count_instructions(launch, listing_of(launch.kernel.asm["cubin"]), loops)
+    turns = ptx_loops(program)
+    loops = [(executed[target], moved) for target, end, moved in turns if executed[target] > 0]
+    ran = share_run(program, executed, [(target, end) for target, end, _ in turns])
+    count_instructions(launch, listing_of(launch.kernel.asm["cubin"]), loops, ran)
     share = launch.programs / len(blocks)
     for low, high in zip(memory.lows, memory.highs, strict=True):
         read, written = (
@@ -237,6 +237,19 @@ def ptx_loops(program: Any) -> list[tuple[int, int, int]]:
     return sorted(loops)
 
 
+def share_run(program: Any, executed: Any, loops: list[tuple[int, int]]) -> float:
+    """Return which share of the instructions of PTX outside loops a program runs."""
+    count = len(program.instructions)
+    starts = {0, count, *program.labels.values()}
+    starts |= {at + 1 for at, i in enumerate(program.instructions) if i.opcode == "bra"}
+    blocks = list(pairwise(sorted(starts)))
+    outside = [b for b in blocks if not any(first <= b[0] < end for first, end in loops)]
+    # of a masked instruction in a block some lanes alone count
+    ran = sum((end - first) * min(1.0, executed[first:end].max()) for first, end in outside)
+    total = sum(end - first for first, end in outside)
+    return ran / total if total else 1.0
+
+
 def bytes_read(instruction: Any) -> int:
     """Return the bytes that a thread reads of global memory in an instruction of PTX."""
     name = instruction.name
@@ -255,13 +268,18 @@ def listing_of(cubin: bytes) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def count_instructions(launch: Launch, listing: str, loops: list[tuple[float, int]]) -> None:
-    """Weigh the SASS of a launch by how often PTX goes around its loops, given with their bytes."""
+def count_instructions(
+    launch: Launch, listing: str, loops: list[tuple[float, int]], ran: float
+) -> None:
+    """Weigh the SASS of a launch by how often PTX goes around its loops, given with their bytes.
+
+    ran: the share of the code outside them that runs.
+    """
     opcodes, jumps = sass.loops(listing)
     # of several jumps to one place the last ends the loop
     spans = [s for s in sorted(dict(sorted(jumps)).items()) if has_work(opcodes[slice(*s)])]
     turns = turns_of(opcodes, spans, loops)
-    weights = np.ones(len(opcodes))
+    weights = np.full(len(opcodes), ran)
     # inner loops last
     for (start, end), times in sorted(
         zip(spans, turns, strict=True), key=lambda x: -x[0][1] + x[0][0]
