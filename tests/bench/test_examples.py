@@ -17,6 +17,7 @@ NEEDS = {
     "finetune_lora": ("peft", "transformers"),
     "moe": ("transformers",),
     "trainer": ("accelerate", "transformers"),
+    "vision_language": ("transformers",),
 }
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "__init__")
 
@@ -102,6 +103,23 @@ def test_logprobs_need_no_logits():
     # logits, what softmax and its exponential keep: here x, a target and two numbers of a token
     assert ours[0] < logits[0] / 100
     torch.testing.assert_close(ours[1:], logits[1:])
+
+
+def test_an_optimizer_in_backward_keeps_no_gradients():
+    (after, truth), (inside, losses) = example("optimizer_in_backward").main().values()
+    assert losses == truth == sorted(losses, reverse=True)
+    assert inside < after / 4
+
+
+def test_a_frozen_tower_is_left():
+    pytest.importorskip("transformers")
+    eager, skip, only = example("vision_language").main().values()
+    # the projector is outside of the language model
+    assert [len(report.swapped) for report, *_ in (skip, only)] == [10, 9]
+    assert skip[1] < only[1] < eager[1] / 4
+    for _, _, losses in (skip, only):
+        torch.testing.assert_close(losses, eager[2])
+        assert losses == sorted(losses, reverse=True)
 
 
 def train_a_shard(rank):
