@@ -55,6 +55,11 @@ def segment_of(node: Any) -> Any:
     return None if reference is None else reference()
 
 
+def was_segment(node: Any) -> bool:
+    """Whether a function of a segment returned a node's result, whatever holds the segment."""
+    return _MARK in node.metadata
+
+
 class Segment(Trace, CheckpointPhase):
     """The forward of a checkpoint.
 

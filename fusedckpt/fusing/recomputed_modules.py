@@ -23,7 +23,7 @@ from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import Packed, objects_in
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
-from fusedckpt.checkpointing.segment import Segment, segment_of
+from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_noted
 from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
@@ -139,9 +139,13 @@ class Recomputed(Swapped):
         for place, result in enumerate(results):
             node: Any = result.grad_fn
             segment = node and segment_of(node)
-            if not segment:
+            if segment:
+                reason = self._reason_of(segment, results)
+            elif node and was_segment(node):
+                # autograd saves nothing that would hold it
+                reason = NotFused("saves nothing")
+            else:
                 continue
-            reason = self._reason_of(segment, results)
             if reason is not None and reason.key != "again":
                 self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
             if reason is not None:

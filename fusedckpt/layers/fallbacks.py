@@ -49,6 +49,10 @@ WORDS = {
         "its forward writes its parameter {}, and would write it twice",
         "write it outside of the forward",
     ),
+    "saves nothing": (
+        "autograd saves nothing in its forward, which is a checkpoint of its own",
+        "nothing is to be done",
+    ),
     "again": (
         "its {} would save more than four times its result, and runs again in backward",
         "nothing is to be done; a kernel of it without dropout would run once",
