@@ -37,7 +37,7 @@ from triton.runtime import driver  # noqa: E402
 
 from fusedckpt import NormSpec, functional  # noqa: E402
 from fusedckpt.autograd.dispatch import forced_path  # noqa: E402
-from fusedckpt.kernels import routed, runtime  # noqa: E402
+from fusedckpt.kernels import products, routed, runtime  # noqa: E402
 
 # off a CPU all rows are one block
 runtime.BLOCK_ELEMENTS = sys.maxsize
@@ -109,8 +109,9 @@ LAUNCHES = {
     "mlp split": ("2 addmm, act", "addmm, act_grad, sum_partials, 4 mm, sum"),
     "regelu2": ("coded_act", "coded_grad"),
     "mlp hybrid": ("2 addmm, act", "addmm, 2 map, gemm, sum_partials, 3 mm, sum"),
-    "gated_mlp split": ("3 mm, act", "act_grad, 6 mm"),
-    "gated_mlp hybrid": ("3 mm, act", "2 map, gemm, 5 mm"),
+    # the gradient of x is the sum of two products in float32
+    "gated_mlp split": ("3 mm, act", "act_grad, 7 mm, addmm"),
+    "gated_mlp hybrid": ("3 mm, act", "2 map, gemm, 6 mm, addmm"),
     # and on a device a gather, the assertion that no index is negative
     "experts": (
         "count, scan, place, index_select, 2 grouped_gemm, gate, combine",
@@ -118,11 +119,11 @@ LAUNCHES = {
     ),
     "norm, gated_mlp, residual": (
         "norm, 3 mm, act, add",
-        "norm, act_grad, 6 mm, norm_grad, sum_partials",
+        "norm, act_grad, 7 mm, addmm, norm_grad, sum_partials",
     ),
     "norm, gated_mlp, residual, preact": (
         "norm, 3 mm, act, add",
-        "norm, act_grad, 4 mm, norm_grad, sum_partials",
+        "norm, act_grad, 5 mm, addmm, norm_grad, sum_partials",
     ),
 }
 
@@ -225,11 +226,15 @@ def main() -> None:
     routed.sorted_rows = sorted_by_none
     library = libcuda()
     driver.set_active(Hopper())
-    products = torch.library.Library("aten", "IMPL")
-    products.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "CPU")
-    products.impl("addmm", lambda c, a, b, **_: a.new_empty(a.shape[0], b.shape[1]), "CPU")
-    products.impl("mm.out", lambda a, b, out: out, "CPU")
-    products.impl("addmm.out", lambda c, a, b, out, **_: out, "CPU")
+    # as on a GPU of NVIDIA's, a GEMM of half precision writes float32
+    products.writes_wider = lambda device, dtype: dtype.itemsize == 2
+    vendor = torch.library.Library("aten", "IMPL")
+    vendor.impl("mm", lambda a, b: a.new_empty(a.shape[0], b.shape[1]), "CPU")
+    vendor.impl("mm.dtype", lambda a, b, t: a.new_empty(a.shape[0], b.shape[1], dtype=t), "CPU")
+    vendor.impl("addmm", lambda c, a, b, **_: a.new_empty(a.shape[0], b.shape[1]), "CPU")
+    vendor.impl("mm.out", lambda a, b, out: out, "CPU")
+    vendor.impl("addmm.out", lambda c, a, b, out, **_: out, "CPU")
+    vendor.impl("addmm.dtype_out", lambda c, a, b, t, out, **_: out, "CPU")
     assert layers().keys() == LAUNCHES.keys()
     with forced_path("triton"):
         for name, (function, inputs) in layers().items():
