@@ -175,8 +175,13 @@ def storage_ref(tensor: Tensor) -> StorageWeakRef:
 
 def nbytes_of(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of `tensors`."""
-    storages = storages_of(tensors)
-    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
+    sizes = {}
+    for tensor in tensors:
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        for part in (tensor,) if is_plain else strided(tensor):
+            storage = part.untyped_storage()
+            sizes[storage_key(storage)] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:

@@ -109,8 +109,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped norm": (23, 25),
     "a swapped MLP": (69, 23),
     "a swapped gated MLP": (29, 22),
-    "a swapped gated MLP in a checkpoint": (93, 39),
-    "a swapped attention": (429, 328),
+    "a swapped gated MLP in a checkpoint": (88, 33),
+    "a swapped attention": (262, 246),
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -187,19 +187,17 @@ def with_own_hooks(run: Callable[[Any], Any], otherwise: Callable[[], Any]) -> A
         return run(count) if private.top_hooks() is None else otherwise()
 
 
-class PackHook:
-    """The `pack` of a checkpoint's phase, which torch knows by its attributes to be no user's."""
+class PackHook(partial):
+    """The `pack` of a checkpoint's phase, which torch knows by its attributes to be no user's.
 
-    __slots__ = ("__self__",)
+    A partial, as its call is none of Python.
+    """
+
     _checkpoint_internal = True
 
-    def __init__(self, owner: Any):
-        self.__self__ = owner
-
-    @private.uncompiled
-    def __call__(self, tensor: Tensor) -> Any:
-        """Pack a saved tensor."""
-        return self.__self__.pack(tensor)
+    @property
+    def __self__(self) -> Any:
+        return self.func.__self__  # type: ignore[attr-defined]
 
     @property
     def _user_hooks(self) -> Hooks | None:
@@ -207,10 +205,9 @@ class PackHook:
             return private.user_hooks()
 
 
-# makes the hook of a phase that has `pack`
-pack_hook: Callable[[Any], Callable[[Tensor], Any]] = (
-    attrgetter("pack") if private.user_hooks is None else PackHook
-)
+def pack_hook(phase: Any) -> Callable[[Tensor], Any]:
+    """Return the hook of a phase that has `pack`, which Dynamo is to leave alone."""
+    return phase.pack if private.user_hooks is None else PackHook(phase.pack)
 
 
 def default_stock(around: Hooks | None) -> str:

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, MutableMapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from fnmatch import fnmatchcase
-from functools import cache, partial, update_wrapper
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, lru_cache, partial, update_wrapper
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing import scans
-from fusedckpt.checkpointing.regions import CheckpointPhase, region, regions_seen
+from fusedckpt.checkpointing.regions import CheckpointPhase, is_among, region, regions_seen
 
 NAME = "attention"
 # torch's function, which these call, is the region
@@ -34,49 +33,75 @@ _NO_REGIONS = ("sdpa", "paged|sdpa")
 # of versions 2 and 3
 _FLASH = ("flash_attn.flash_attn_interface", "flash_attn_interface")
 
-# where a function is found, its name there, and its region
-_Place = tuple[MutableMapping[str, Any], str, Any]
 # those of torch.nn.functional
 _TORCH: Any = vars(F)
-
-
 _lock = threading.Lock()
 
 
-class _Functions:
-    """Functions that are regions while a checkpoint runs that asks for them."""
+class _Place(NamedTuple):
+    """Where code finds a function, and its region."""
 
-    def __init__(self, find: Callable[[], Iterator[_Place]]):
+    # a dict, or a mapping of another class
+    table: MutableMapping[str, Any]
+    # its name there
+    name: str
+    fn: Any
+    region: Any
+    # the dict of a class where the function is found as long as the table has no such name
+    below: dict[str, Any] | None = None
+
+
+class _Functions:
+    """Functions that are regions while a checkpoint runs that asks for them.
+
+    find: returns them. They are found once, and again where one of them was replaced, or modules or
+    functions of attention were added.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[_Place]]):
         self._find = find
         self._num_running = 0
-        self._undo = ExitStack()
+        self._places: list[_Place] | None = None
+        self._counts: Any = None
 
-    @contextmanager
-    def regions(self) -> Iterator[None]:
-        """Let their names mean the regions meanwhile."""
+    def _are_current(self, counts: Any) -> bool:
+        """Whether the functions are still found where they were found, and no others."""
+        if self._places is None or counts != self._counts:
+            return False
+        for table, name, fn, _, below in self._places:
+            if (table.get(name) if below is None else below.get(name)) is not fn:
+                return False
+            if below is not None and name in table:
+                return False
+        return True
+
+    def _current(self) -> list[_Place]:
+        counts = len(sys.modules), next(reversed(sys.modules)), _num_attention()
+        if not self._are_current(counts):
+            self._places = [*self._find()]
+            self._counts = counts
+        return self._places or []
+
+    def __enter__(self) -> None:
         with _lock:
-            for table, name, ours in () if self._num_running else [*self._find()]:
-                self._undo.callback(_put_back, table, name, ours, table[name])
-                table[name] = ours
+            if not self._num_running:
+                for table, name, _, ours, _ in self._current():
+                    table[name] = ours
             self._num_running += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                self._num_running -= 1
-                if not self._num_running:
-                    self._undo.close()
 
-
-def _put_back(table: MutableMapping[str, Any], name: str, ours: Any, fn: Any) -> None:
-    if table[name] is not ours:
-        # replaced meanwhile
-        return
-    if not isinstance(table, dict):
-        # an entry of its own, beside those of its class
-        del table[name]
-    if table.get(name) is not fn:
-        table[name] = fn
+    def __exit__(self, *_: Any) -> None:
+        with _lock:
+            self._num_running -= 1
+            if not self._num_running:
+                for table, name, fn, ours, below in reversed(self._places or ()):
+                    if table.get(name) is not ours:
+                        # replaced meanwhile
+                        continue
+                    if below is not None or not isinstance(table, dict):
+                        # an entry of its own, beside those of its class
+                        del table[name]
+                    if below is None and table.get(name) is not fn:
+                        table[name] = fn
 
 
 def _cast(x: Any) -> Any:
@@ -86,35 +111,51 @@ def _cast(x: Any) -> Any:
     return x if to is None else x.to(to)
 
 
-def _attention() -> Iterator[_Place]:
-    name = "scaled_dot_product_attention"
-    fn = _TORCH[name]
-    run = region(_TORCH[name], NAME)
+@cache
+def _attention_of_torch(fn: Any) -> Any:
+    run = region(fn, NAME)
 
     def ours(*args: Any, **kwargs: Any) -> Any:
-        return run(*map(_cast, args), **{key: _cast(x) for key, x in kwargs.items()})
+        if private.is_any_autocast_on():
+            return run(*map(_cast, args), **{key: _cast(x) for key, x in kwargs.items()})
+        return run(*args, **kwargs)
 
-    yield _TORCH, name, update_wrapper(ours, fn)
+    return update_wrapper(ours, fn)
+
+
+def _attention() -> Iterator[_Place]:
+    name = "scaled_dot_product_attention"
+    yield _Place(_TORCH, name, _TORCH[name], _attention_of_torch(_TORCH[name]))
+    own, below = _interface()
+    for name in {**(below or {}), **own}:
+        fn = own[name] if name in own or below is None else below[name]
+        if name not in _NO_REGIONS:
+            yield _Place(own, name, fn, _as_region(fn, NAME), None if name in own else below)
+    for module in filter(None, map(sys.modules.get, _FLASH)):
+        for name, fn in [*vars(module).items()]:
+            # its Functions, as models import its functions by name
+            if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
+                yield _Place(vars(module), name, fn, _as_region(fn, NAME))
+
+
+def _interface() -> tuple[MutableMapping[str, Any], dict[str, Any] | None]:
+    """Return transformers' table of attention, and the one of its class, which is below it."""
     library = sys.modules.get("transformers.modeling_utils")
     interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
-    for name in interface:
-        if name not in _NO_REGIONS:
-            yield interface, name, _as_region(interface[name], NAME)
-    for module in filter(None, map(sys.modules.get, _FLASH)):
-        yield from _flash(module)
+    own: Any = getattr(interface, "_local_mapping", None)
+    below: Any = getattr(type(interface), "_global_mapping", None)
+    # dicts, where they are known: its own methods are slow
+    return (own, below) if type(own) is dict and type(below) is dict else (interface, None)
 
 
-@cache
-def _flash(module: Any) -> tuple[_Place, ...]:
-    """Return the Functions of a module of flash_attn, which models import the functions of."""
-    kinds = [(name, x) for name, x in vars(module).items() if isinstance(x, type)]
-    functions = [(n, x) for n, x in kinds if issubclass(x, torch.autograd.Function)]
-    return tuple((vars(module), n, _as_region(x, NAME)) for n, x in functions)
+def _num_attention() -> int:
+    own, below = _interface()
+    return len(own) + len(below or ())
 
 
 def _scans() -> Iterator[_Place]:
     for table, name, _ in scans.places(scans.SCAN):
-        yield table, name, _as_region(table[name], scans.SCAN)
+        yield _Place(table, name, table[name], _as_region(table[name], scans.SCAN))
 
 
 @cache
@@ -143,37 +184,51 @@ def watching_functions(see: Callable[[str], None]) -> Iterator[None]:
 
     def spies() -> Iterator[_Place]:
         for table, name, kind in scans.places(scans.SCAN, scans.CONVOLUTION):
-            yield table, name, _wrapped(table[name], partial(spying, kind))
-        for table, name, _ in _attention():
-            yield table, name, _wrapped(table[name], partial(spying, NAME))
+            yield _Place(table, name, table[name], _wrapped(table[name], partial(spying, kind)))
+        for place in _attention():
+            yield place._replace(region=_wrapped(place.fn, partial(spying, NAME)))
 
-    with _Functions(spies).regions(), regions_seen(see):
+    with _Functions(spies), regions_seen(see):
         yield
 
 
 # by the names of their regions
 _FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
+_NOTHING = nullcontext()
 
 
 def functions_called(phase: CheckpointPhase) -> AbstractContextManager[Any]:
     """Make calls of functions regions where a checkpoint's phase asks for them."""
-    return _called(phase) if phase.patterns else nullcontext()
+    if not phase.patterns:
+        return _NOTHING
+    return _functions_of(tuple(filter(phase.asks, _FUNCTIONS)))
 
 
-@contextmanager
-def _called(phase: CheckpointPhase) -> Iterator[None]:
-    with ExitStack() as stack:
-        for name, functions in _FUNCTIONS.items():
-            if phase.asks(name):
-                stack.enter_context(functions.regions())
-        yield
+@lru_cache
+def _functions_of(names: tuple[str, ...]) -> AbstractContextManager[Any]:
+    return _Together([_FUNCTIONS[name] for name in names])
+
+
+class _Together:
+    """Enters several of `_Functions`."""
+
+    def __init__(self, functions: list[_Functions]):
+        self._functions = functions
+
+    def __enter__(self) -> None:
+        for functions in self._functions:
+            functions.__enter__()
+
+    def __exit__(self, *_: Any) -> None:
+        for functions in self._functions:
+            functions.__exit__()
 
 
 # torch.compile cannot trace fnmatch
 @private.constant_result
-def is_asked(patterns: Collection[str]) -> bool:
+def is_asked(patterns: tuple[str, ...]) -> bool:
     """Whether patterns of regions' names mean attention."""
-    return any(fnmatchcase(NAME, pattern) for pattern in patterns)
+    return is_among(NAME, patterns)
 
 
 _ATEN = torch.ops.aten

@@ -8,7 +8,7 @@ for the arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
+from fusedckpt.autograd.private import pytree
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.surroundings import Surroundings
 from fusedckpt.checkpointing.written_buffers import written_buffers
@@ -135,8 +136,11 @@ class LeafSource:
 
     def tensor(self) -> Tensor | None:
         """Return the tensor, None where the leaf is gone."""
-        leaf = self.leaf()
-        return None if leaf is None else self.view_of(leaf)
+        leaf = self.reference()
+        if leaf is None or leaf._version != self.version:
+            # raises
+            leaf = self.leaf()
+        return leaf if leaf is None or self._layout is None else self.view_of(leaf)
 
 
 class ArgumentSource:
@@ -181,15 +185,59 @@ class Provisional(NamedTuple):
     version: int
 
 
-def objects_in(value: Any) -> Iterator[Any]:
-    """Yield the objects in plain lists, tuples and dicts but data; nothing else is looked into."""
-    if type(value) is dict:
-        value = list(value.values())
-    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        for part in [part for part in value if type(part) not in ATOMS]:
-            yield from objects_in(part)
-    else:
-        yield value
+def objects_in(value: Any) -> list[Any]:
+    """Return the objects in plain lists, tuples and dicts but data; nothing else is looked into."""
+    objects = []
+    # the next one last; no generator, as each of its objects would be a call
+    todo = [value]
+    seen = set[int]()
+    while todo:
+        part = todo.pop()
+        kind = type(part)
+        if kind is dict:
+            inside = [*part.values()]
+        elif (
+            kind is list or kind is tuple or (isinstance(part, tuple) and hasattr(part, "_fields"))
+        ):
+            inside = [*part]
+        else:
+            objects.append(part)
+            continue
+        if id(part) in seen:
+            # a container may be in itself
+            continue
+        seen.add(id(part))
+        for x in reversed(inside):
+            if type(x) not in ATOMS:
+                todo.append(x)
+    return objects
+
+
+def tensors_among(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among some objects, and in plain containers among them."""
+    tensors = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+        elif type(value) not in ATOMS:
+            for part in objects_in(value):
+                if isinstance(part, Tensor):
+                    tensors.append(part)
+    return tensors
+
+
+_TENSOR_OR_NONE = {Tensor, type(None)}
+
+
+def result_tensors(result: Any) -> list[Tensor]:
+    """Return the tensors of a function's result: the leaves of any tree of torch's."""
+    if isinstance(result, Tensor):
+        return [result]
+    parts: Any = result
+    if type(result) is not tuple or not {*map(type, result)} <= _TENSOR_OR_NONE:
+        # which takes many calls
+        parts = pytree.tree_leaves(result)
+    return [part for part in parts if isinstance(part, Tensor)]
 
 
 class Call:
@@ -267,13 +315,18 @@ class Checkpointed:
         return Checkpointed(self._run, bind(instance, owner))
 
 
+# those of a checkpoint without a context_fn
+NO_CONTEXTS: Contexts = noop_context_fn()
+
+
 class Trace:
     """The record that a segment's forward leaves for its recompute."""
 
     def __init__(self, options: Options):
         self.options = options
-        self.contexts = options.context_fn()
+        self.contexts = NO_CONTEXTS
         if options.context_fn is not noop_context_fn:
+            self.contexts = options.context_fn()
             private.respect_hooks(self.contexts[0], options.respect_saved_tensors_hooks)
         # whether its recompute begins with rounded values, or one around it
         self.may_differ = options.rounds
@@ -310,14 +363,11 @@ def storage_of(tensor: Tensor) -> int:
 
     A plain tensor is dense, of no subclass, not nested, and no lazy conjugate or negative.
     """
-    if not has_storage(tensor) or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        return 0
+    if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return 0
     return private.storage_key(tensor.untyped_storage())
-
-
-def has_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is strided, and of no class that may hide where its values are."""
-    return type(tensor) in _PLAIN and tensor.layout == torch.strided
 
 
 def leaf_of(tensor: Tensor) -> Tensor | None:

@@ -33,15 +33,24 @@ class Derived(NamedTuple):
         return x.as_strided(size, stride, x.storage_offset() + offset)
 
 
-def derived_from(tensor: Tensor, inputs: Sequence[Tensor]) -> Derived | None:
-    """Return how a tensor is derived from one of the inputs, None where it is from none."""
-    key = storage_of(tensor)
-    layout = layout_of(tensor)
-    for number, x in enumerate(inputs if key else ()):
-        if storage_of(x) != key or x.dtype != tensor.dtype:
+def by_storage(inputs: Sequence[Tensor]) -> dict[int, list[tuple[int, Tensor]]]:
+    """Return the inputs of a region with their numbers, by the keys of their storages."""
+    keyed: dict[int, list[tuple[int, Tensor]]] = {}
+    for number, x in enumerate(inputs):
+        key = storage_of(x)
+        if key:
+            keyed.setdefault(key, []).append((number, x))
+    return keyed
+
+
+def derived_from(tensor: Tensor, inputs: Sequence[tuple[int, Tensor]]) -> Derived | None:
+    """Return how a tensor is derived from one of the inputs of its storage, None for none."""
+    for number, x in inputs:
+        if x.dtype != tensor.dtype:
             continue
+        layout = layout_of(tensor)
         if layout_of(x) == layout:
-            return Derived(number, None, x.stride())
+            return Derived(number, None, layout[1])
         offset = tensor.storage_offset() - x.storage_offset()
         if offset >= 0 and offset + _extent(tensor) <= _extent(x):
             return Derived(number, (*layout[:2], offset), x.stride())

@@ -149,37 +149,49 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-@contextmanager
-def recomputed(call: Any) -> Iterator[None]:
-    """Let the recompute of a call find buffers as the call did, and put them back at its end.
+class RecomputedCall:
+    """Lets the recompute of a call find buffers as the call did, and puts them back at its end.
 
     Buffers that the call's forward is known to write have the values before it, see
     `written_buffers`; those of the other modules that are called are put back. If the function is a
     bound method of a module, also that module's: its forward, without its hooks. A function may say
     by `is_constant` which buffers it writes in no call; it brings its state back itself.
     """
-    module = getattr(call.fn, "__self__", None)
-    module = module if isinstance(module, nn.Module) else None
-    is_constant = getattr(call.fn, "is_constant", None)
-    _local.recomputes += 1
-    try:
-        with ExitStack() as around:
+
+    def __init__(self, call: Any):
+        self._call = call
+        self._around = ExitStack()
+
+    def __enter__(self) -> None:
+        call = self._call
+        module = getattr(call.fn, "__self__", None)
+        module = module if isinstance(module, nn.Module) else None
+        self._is_constant = is_constant = getattr(call.fn, "is_constant", None)
+        _local.recomputes += 1
+        try:
             if call.buffers is not None:
-                copies = around.enter_context(call.buffers.restored())
+                copies = self._around.enter_context(call.buffers.restored())
                 is_constant = lambda buffer: id(buffer) in copies  # noqa: E731
-            buffers = around.enter_context(Buffers(is_constant=is_constant))
+            self._buffers = Buffers(is_constant=is_constant)
+            self._around.enter_context(self._buffers)
             if module is not None:
-                buffers.before(module, ())
+                self._buffers.before(module, ())
             for watcher in _watchers:
-                around.enter_context(watcher(module))
-            try:
-                yield
-            finally:
-                if not hasattr(call.fn, "is_constant"):
-                    for part, name in buffers.written():
-                        learn_late(part, name, call.fn, call.values)
-    finally:
-        _local.recomputes -= 1
+                self._around.enter_context(watcher(module))
+        except BaseException:
+            _local.recomputes -= 1
+            self._around.close()
+            raise
+
+    def __exit__(self, *error: Any) -> bool | None:
+        try:
+            if self._is_constant is None:
+                for part, name in self._buffers.written():
+                    learn_late(part, name, self._call.fn, self._call.values)
+        finally:
+            _local.recomputes -= 1
+            is_suppressed = self._around.__exit__(*error)
+        return is_suppressed
 
 
 def is_recomputing() -> bool:

@@ -19,15 +19,15 @@ from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
-from fusedckpt.autograd.private import pytree, uncompiled
+from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, stale
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
-from fusedckpt.checkpointing.module_calls import recomputed
+from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.regions import CheckpointPhase, Record
 from fusedckpt.checkpointing.rounded import RoundedArgument
-from fusedckpt.checkpointing.samples import Gather, Pair, name_of
+from fusedckpt.checkpointing.samples import Pair, name_of
 from fusedckpt.checkpointing.stateful import advice_for
 
 
@@ -36,6 +36,7 @@ class Stop(BaseException):
 
 
 _NO_SLOT = None, None
+_NOTHING = nullcontext()
 # errors of operations that get tensors of other shapes
 _OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
@@ -157,7 +158,10 @@ class Recompute(CheckpointPhase):
         self.values: dict[int, tuple[Tensor, int]] = {}
         # samples of the forward with those of this recompute
         self.pairs: list[Pair] = []
-        self._samples: Gather | None = segment.samples and segment.samples.recompute()
+        samples = segment.samples
+        self._samples: Any = None if samples is None else samples.recompute()
+        # of the tensors with samples
+        self._strides = {} if samples is None else samples.strides
         # whether a call has begun and not ended
         self._entered = False
         # whether all tensors came back before its end
@@ -218,6 +222,7 @@ class Recompute(CheckpointPhase):
         if self._samples is not None:
             self.pairs = segment.samples.pairs(self._samples)
             self._samples = None
+            self._strides = {}
 
     def _run_calls(self, run: WatchedRun | None) -> None:
         made: dict[Any, Any] = {}
@@ -229,9 +234,9 @@ class Recompute(CheckpointPhase):
             with (
                 saved_tensors_hooks(phases.pack_hook(self), _unpack),
                 torch.enable_grad(),
-                nullcontext() if run is None else run.watched(),
+                _NOTHING if run is None else run.watched(),
                 call.surroundings.restored(),
-                recomputed(call),
+                RecomputedCall(call),
                 functions_called(self),
                 self._segment.contexts[1],
             ):
@@ -240,7 +245,7 @@ class Recompute(CheckpointPhase):
                 self._entered = False
                 if call is self._segment.calls[-1]:
                     for place in self._segment.outputs:
-                        self.pack(pytree.tree_leaves(result)[place])
+                        self.pack(calls.result_tensors(result)[place])
             call.leave(result, made)
             if run is not None:
                 run.see("the segment", result)
@@ -285,7 +290,7 @@ class Recompute(CheckpointPhase):
             )
 
     @uncompiled
-    def pack(self, tensor: Tensor) -> _Lent:
+    def pack(self, tensor: Tensor, is_sampled: bool = True, key: int = 0) -> _Lent:
         """Bring back the tensor that the forward saved at this place."""
         progress = self._progress
         index = progress.count
@@ -297,8 +302,8 @@ class Recompute(CheckpointPhase):
             self._see_more(index)
         elif self._compares:
             self._compare(index, tensor)
-        if self._samples is not None:
-            segment.samples.take_again(index, tensor, self._samples)
+        if index in self._strides:
+            self._samples.add(index, tensor, self._strides[index])
         requires_grad = tensor.requires_grad
         if requires_grad:
             # its graph would come to hold itself
@@ -364,9 +369,11 @@ class Recompute(CheckpointPhase):
 
     def _compare(self, index: int, tensor: Tensor) -> None:
         """Note where a tensor is not the forward's, or is computed from other leaves."""
-        owner = calls.leaf_of(tensor)
+        base = tensor._base
+        owner = tensor if base is None else base
         leaves: Sequence[Tensor] = ()
-        if owner is not None:
+        # `leaf_of`, without a call
+        if owner.is_leaf and (owner.requires_grad or calls.is_parameter(owner)):
             leaves = (owner,)
             self._leaves.are_found = True
         elif not self._leaves.are_found:

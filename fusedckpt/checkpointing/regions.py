@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,15 +25,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import SavePhase
-from fusedckpt.autograd.private import pytree
+from fusedckpt.autograd.private import pytree, uncompiled
 from fusedckpt.checkpointing.calls import (
     Argument,
     ArgumentSource,
     LateArgument,
     Provisional,
-    objects_in,
+    storage_of,
+    tensors_among,
 )
-from fusedckpt.checkpointing.derived import Derived, derived_from
+from fusedckpt.checkpointing.derived import Derived, by_storage, derived_from
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state.rng import RandomStates
@@ -67,7 +68,7 @@ class CheckpointPhase(SavePhase):
     """A phase of our checkpoint, its forward or its recompute, in which regions are called."""
 
     # patterns of the names of regions that it saves
-    patterns: Collection[str] = ()
+    patterns: tuple[str, ...] = ()
     # whether all regions inside run again
     refuses = False
     # whether its recompute, or one around, begins with rounded values
@@ -82,16 +83,21 @@ class CheckpointPhase(SavePhase):
     records: list[Record]
     # the places of tensors that stay saved, and no recompute brings back
     staying: set[int]
+    # elements of the tensors that were dropped, by which a recompute is compared
+    samples: Any = None
     # until it packs a tensor: arguments that are saved then, each outside of this phase or of the
     # phase beside it; None afterwards, and in a recompute
     late: list[tuple[LateArgument, CheckpointPhase | None]] | None = None
 
     def asks(self, name: str) -> bool:
         """Whether it saves regions of this name."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return is_among(name, self.patterns)
 
-    def pack(self, tensor: Tensor) -> Any:
-        """Pack a saved tensor."""
+    def pack(self, tensor: Tensor, is_sampled: bool = True, key: int = 0) -> Any:
+        """Pack a saved tensor.
+
+        is_sampled: whether a recompute may bring it back; key: of its storage, if known.
+        """
         raise NotImplementedError
 
     def unpack(self, packed: Any) -> Tensor:
@@ -113,12 +119,19 @@ class CheckpointPhase(SavePhase):
         """Take from the inputs of a region the tensors that are derived from them."""
 
 
+@lru_cache(64)
+def is_among(name: str, patterns: tuple[str, ...]) -> bool:
+    """Whether patterns of regions' names mean one."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 class _RegionPhase(SavePhase):
     """The phase inside a region, in which layers save the tensors of their level."""
 
     def __init__(self, phase: CheckpointPhase):
         self._checkpoint = phase
 
+    @uncompiled
     def pack(self, tensor: Tensor) -> Any:
         """Pack a saved tensor as the checkpoint does."""
         return self._checkpoint.pack(tensor)
@@ -130,6 +143,7 @@ class _FirstRun(_RegionPhase):
     def __init__(self, phase: CheckpointPhase, inputs: Sequence[Tensor]):
         super().__init__(phase)
         self._inputs = inputs
+        self._keyed = by_storage(inputs)
         self._before = versions_of(*inputs)
         self._provisional: list[Provisional] = []
         # for each tensor saved inside, how a recompute derives it from the inputs
@@ -137,10 +151,14 @@ class _FirstRun(_RegionPhase):
         # the places of the tensors that none derives
         self._places: list[int] = []
 
+    @uncompiled
     def pack(self, tensor: Tensor) -> Any:
         """Hold a tensor until the region returns, unless a recompute can derive it."""
-        packed = self._checkpoint.pack(tensor)
-        derived = None if packed.source is not None else derived_from(tensor, self._inputs)
+        key = storage_of(tensor)
+        derived = derived_from(tensor, self._keyed[key]) if key in self._keyed else None
+        packed = self._checkpoint.pack(tensor, derived is not None, key)
+        if packed.source is not None:
+            derived = None
         self._derived.append(derived)
         if derived is None:
             self._places.append(packed.index)
@@ -158,10 +176,13 @@ class _FirstRun(_RegionPhase):
         """
         leaves, spec = pytree.tree_flatten(result)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
-        unsaved = [tensor for packed, tensor, _ in self._provisional if packed.source is None]
-        is_large = nbytes_of([*unsaved, *outputs]) > MOST * nbytes_of(outputs)
-        is_written = any(tensor._version != version for _, tensor, version in self._provisional)
-        if is_large or is_written or versions_of(*self._inputs) != self._before:
+        unsaved = []
+        is_written = versions_of(*self._inputs) != self._before
+        for packed, tensor, version in self._provisional:
+            is_written |= tensor._version != version
+            if packed.source is None:
+                unsaved.append(tensor)
+        if is_written or nbytes_of([*unsaved, *outputs]) > MOST * nbytes_of(outputs):
             return Record(name)
         is_late = all(phase.late is not None for phase in checkpoints)
         outermost = checkpoints[-1]
@@ -181,7 +202,15 @@ class _FirstRun(_RegionPhase):
     def end(self) -> None:
         """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
         self._inputs = ()
+        self._keyed = {}
         self._provisional = []
+
+    def sample(self) -> None:
+        """Take the samples of the tensors that a recompute brings back after all."""
+        samples = self._checkpoint.samples
+        for packed, tensor, version in self._provisional:
+            if samples is not None and packed.source is None and tensor._version == version:
+                samples.take(packed.index, tensor)
 
 
 def patterns_of(save_regions: str | Sequence[str]) -> tuple[str, ...]:
@@ -277,7 +306,7 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
 
 def _call_in(checkpoints: list[CheckpointPhase], fn: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Call a region in the phases that ask for it."""
-    inputs = [x for x in objects_in([*args, *kwargs.values()]) if isinstance(x, Tensor)]
+    inputs = tensors_among((*args, *kwargs.values()))
     call = partial(fn, *args, **kwargs)
     top = checkpoints[0]
     met = [record for phase in checkpoints if (record := phase.meet(name)) is not None]
@@ -325,6 +354,8 @@ def _run(
         states = [phase.random_states() for phase in checkpoints]
         record = record._replace(states=[x for x in states if x is not None])
     finally:
+        if record.outputs is None:
+            inside.sample()
         inside.end()
         # a region that raised raises again
         for phase in checkpoints:

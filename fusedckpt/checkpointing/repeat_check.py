@@ -12,7 +12,7 @@ from fusedckpt.autograd.private import storage_key
 from fusedckpt.checkpointing.calls import Argument, Options
 from fusedckpt.checkpointing.chain import ChainedSegment
 from fusedckpt.checkpointing.determinism import Note, Results, note_of, same_note
-from fusedckpt.checkpointing.module_calls import recomputed
+from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.memory import storages_of, strided
 
@@ -93,7 +93,7 @@ class RepeatCheck(ChainedSegment):
                 at[name] = 2 * x + 1
             args, kwargs = call.arguments({})
             hooks = torch.autograd.graph.saved_tensors_hooks(repeat.pack, repeat.unpack)
-            with call.surroundings.restored(), recomputed(call), hooks:
+            with call.surroundings.restored(), RecomputedCall(call), hooks:
                 repeat.finish(tensors_of([call.fn(*args, **kwargs)]))
         except Exception:
             # so would a recompute

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd import private
-from fusedckpt.autograd.private import Hooks, local_of, pytree
+from fusedckpt.autograd.private import Hooks, local_of
 from fusedckpt.autograd.recipes import CHECKS
 from fusedckpt.checkpointing.calls import is_dense, storage_of
 
@@ -67,7 +67,7 @@ class SampledTensors(NamedTuple):
 
     def row(self, number: int) -> Tensor:
         """Return the elements of one tensor."""
-        size = len(self.elements) // len(self.indices)
+        size = self.elements.numel() // len(self.indices)
         return self.elements.narrow(0, number * size, size)
 
 
@@ -98,19 +98,27 @@ class Gather:
 
         strides: those of the forward's tensor, by which elements are chosen in a recompute.
         """
-        with private.unseen():
-            local = local_of(tensor).detach()
-            is_known = storage_of(local) and not local.is_meta and local.dtype in _DTYPES
-            # memory of nothing is freed between uses
-            if not is_known or not local.numel() or not local.untyped_storage().nbytes():
-                return None
-            elements = _line_of(local, index, strides or local.stride())
+        if private.num_dispatch_modes():
+            with private.unseen():
+                return self._add(index, tensor, strides)
+        return self._add(index, tensor, strides)
+
+    def _add(self, index: int, tensor: Tensor, strides: Any) -> Any:
+        # a line's view of a tensor with a graph would hold that
+        local = local_of(tensor).detach()
+        is_known = storage_of(local) and not local.is_meta and local.dtype in _DTYPES
+        count = local.numel()
+        # memory of nothing is freed between uses
+        if not is_known or not count or not local.untyped_storage().nbytes():
+            return None
+        own = local.stride()
+        elements = _line_of(local, index, own, strides or own)
         version = None if local.is_inference() else local._version
         self._waiting[index] = _Waiting(local, elements, version)
-        self._bytes += local.numel() * local.itemsize
+        self._bytes += count * local.itemsize
         if self._bytes > self.room:
             self.take()
-        return local.stride()
+        return own
 
     def drop(self, index: int) -> None:
         """Drop the tensor at an index, if it waits."""
@@ -122,14 +130,14 @@ class Gather:
         for index, (tensor, elements, version) in self._waiting.items():
             is_written = version is not None and tensor._version != version
             if not is_written and tensor.untyped_storage().nbytes():
-                key = elements.dtype, elements.device, len(elements)
+                key = elements.dtype, elements.device, elements.numel()
                 groups.setdefault(key, []).append(index)
         if groups:
             with private.unseen():
                 for indices in groups.values():
                     samples = [self._waiting[i].elements for i in indices]
                     # autocast refuses half precision of another kind, unless there is a result
-                    elements = samples[0].new_empty(len(samples) * len(samples[0]))
+                    elements = samples[0].new_empty(len(samples) * samples[0].numel())
                     torch.cat(samples, out=elements)
                     self.blocks.append(SampledTensors(tuple(indices), elements))
         self._waiting.clear()
@@ -144,14 +152,14 @@ class Gather:
         }
 
 
-def _line_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
+def _line_of(tensor: Tensor, number: int, own: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
     """Return 64 elements of a tensor as a view of its memory, others for another number.
 
-    strides: of the forward's tensor. Where those leave gaps in memory, or this tensor has others,
-    the elements are a copy, by one kernel.
+    own: the tensor's strides; strides: of the forward's tensor. Where those leave gaps in memory,
+    or this tensor has others, the elements are a copy, by one kernel.
     """
     count = tensor.numel()
-    is_same = tensor.stride() == strides
+    is_same = own == strides
     if not (is_same and tensor.is_contiguous()) and not is_dense(tensor.shape, strides):
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         # a tensor made in a capture lives in the graph's memory
@@ -221,21 +229,20 @@ class Samples:
         self.nbytes = 0
         self._last = 0
         # of the tensors with samples
-        self._strides: dict[int, tuple[int, ...]] = {}
+        self.strides: dict[int, tuple[int, ...]] = {}
         # the last tensor that requires no grad, which may yet be written: index, shape and dtype
         self._noise: tuple[int, Any] = -1, None
 
-    def begin(self, args: Iterable[Any]) -> None:
+    def begin(self, tensors: Sequence[Tensor]) -> None:
         """Take note of the arguments of a call; raise where an earlier backward was wrong."""
         if _unread:
             read_passed()
-        tensors = [leaf for leaf in pytree.tree_leaves([*args]) if isinstance(leaf, Tensor)]
         self._given = frozenset(map(storage_of, tensors)) - {0}
         nbytes = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
         self._gather.room = _MOST_WAITING * nbytes
 
-    def take(self, index: int, tensor: Tensor) -> None:
-        """Take those of the tensor that is saved at an index."""
+    def take(self, index: int, tensor: Tensor, key: int = 0) -> None:
+        """Take those of the tensor that is saved at an index; key: of its storage, if known."""
         # the few integers that attention saves may be memory that nothing has written
         if self.is_rounded and not (tensor.dtype in _INDICES and tensor.numel() >= _COUNT):
             return
@@ -244,19 +251,19 @@ class Samples:
             # rrelu saves its noise, then its input, and then draws the noise
             self.drop([self._noise[0]])
         self._noise = (index, None if tensor.requires_grad else like)
-        key = storage_of(tensor)
+        key = key or storage_of(tensor)
         if key not in self._given:
             # saved again by the operation that reads it
             self.nbytes += 0 if key and key == self._last else tensor.numel() * tensor.itemsize
             self._last = key
             strides = self._gather.add(index, tensor)
             if strides is not None:
-                self._strides[index] = strides
+                self.strides[index] = strides
 
     def drop(self, indices: Iterable[int]) -> None:
         """Drop those of tensors that no recompute brings back."""
         for index in indices:
-            if self._strides.pop(index, None) is not None:
+            if self.strides.pop(index, None) is not None:
                 self._gather.drop(index)
 
     def end(self, staying: Iterable[int]) -> None:
@@ -267,12 +274,6 @@ class Samples:
     def recompute(self) -> Gather:
         """Return the object that takes those of a recompute."""
         return Gather(self._gather.room)
-
-    def take_again(self, index: int, tensor: Tensor, recompute: Gather) -> None:
-        """Take those of a recomputed tensor, where the forward's has some."""
-        strides = self._strides.get(index)
-        if strides is not None:
-            recompute.add(index, tensor, strides)
 
     def pairs(self, recompute: Gather) -> list[Pair]:
         """Return the samples with those of a recompute."""

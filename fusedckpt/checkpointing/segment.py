@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
-from fusedckpt.autograd.private import at_end_of_backward, backward_id, pytree, uncompiled
+from fusedckpt.autograd.private import at_end_of_backward, backward_id, uncompiled
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import (
@@ -108,7 +108,7 @@ class Segment(Trace, CheckpointPhase):
             is_late = options.reads_samples_late or options.rounds
             name = name_of(call.fn)
             self.samples = self.samples or Samples(name, is_late, is_rounded=options.rounds)
-            self.samples.begin((*args, *kwargs.values()))
+            self.samples.begin(calls.tensors_among((*args, *kwargs.values())))
         try:
             # an enclosing checkpoint gives a tensor that it recomputes back once only
             for value in call.values if enclosing is None and private.SEES_HOOKS else ():
@@ -117,14 +117,14 @@ class Segment(Trace, CheckpointPhase):
             if enclosing is not None:
                 # where the arguments were all that an enclosing recompute is for
                 enclosing.enter(())
-            with (
-                saved_tensors_hooks(phases.pack_hook(self), self.unpack),
-                nullcontext() if run is None else run.watched(),
-                functions_called(self),
-                self.contexts[0],
-            ):
-                output = call.fn(*args, **kwargs)
-                self.is_complete = True
+            with saved_tensors_hooks(phases.pack_hook(self), self.unpack), functions_called(self):
+                if run is None and self.contexts is calls.NO_CONTEXTS:
+                    output = call.fn(*args, **kwargs)
+                    self.is_complete = True
+                else:
+                    with nullcontext() if run is None else run.watched(), self.contexts[0]:
+                        output = call.fn(*args, **kwargs)
+                        self.is_complete = True
             call.surroundings.end()
         finally:
             self._arguments = {}
@@ -185,8 +185,8 @@ class Segment(Trace, CheckpointPhase):
     def _mark(self, output: Any, inputs: tuple[Any, ...]) -> None:
         """Mark an output's nodes as the segment's own, but not those of tensors it was given."""
         known = {*map(id, inputs)}
-        for leaf in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
-            node: Any = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        for leaf in calls.result_tensors(output):
+            node: Any = leaf.grad_fn
             if node is not None and id(leaf) not in known:
                 node.metadata[_MARK] = weakref.ref(self)
 
@@ -196,28 +196,32 @@ class Segment(Trace, CheckpointPhase):
         return self.pack(output)
 
     @uncompiled
-    def pack(self, tensor: Tensor) -> Packed:
+    def pack(self, tensor: Tensor, is_sampled: bool = True, key: int = 0) -> Packed:
         """Return the stand-in that autograd keeps in the tensor's place."""
         if self.late is not None:
             self._save_late()
         index = len(self.saved)
         source: Any = None
-        owner = calls.leaf_of(tensor)
-        if owner is not None:
+        base = tensor._base
+        owner = tensor if base is None else base
+        # `leaf_of`, without a call
+        if owner.is_leaf and (owner.requires_grad or calls.is_parameter(owner)):
             source = self._leaf_source(index, tensor, owner)
         else:
             if not self._leaves.are_found and (leaves := self._leaves.behind(tensor)):
                 self.leaves[index] = [*map(TensorWeakRef, leaves)]
-            if self._arguments:
-                source = self._argument_source(tensor)
+            key = key or calls.storage_of(tensor)
+            argument = self._arguments.get(key)
+            if argument is not None:
+                source = self._argument_source(tensor, argument)
         packed = Packed(index, (tensor.shape, tensor.dtype, tensor.device), source)
         self.saved.append(weakref.ref(packed))
         if self.provisional is not None:
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor
             self.provisional.append(Provisional(packed, tensor, tensor._version))
-        if self.samples is not None and source is None:
-            self.samples.take(index, tensor)
+        if source is None and is_sampled and self.samples is not None:
+            self.samples.take(index, tensor, key)
         return packed
 
     def _leaf_source(self, index: int, tensor: Tensor, owner: Tensor) -> LeafSource | None:
@@ -232,12 +236,9 @@ class Segment(Trace, CheckpointPhase):
             return LeafSource(tensor, owner, reference)
         return None
 
-    def _argument_source(self, tensor: Tensor) -> ArgumentSource | None:
-        """Return the argument that a tensor is, or is a view of, as its source."""
-        if not calls.has_storage(tensor):
-            return None
-        argument = self._arguments.get(private.storage_key(tensor.untyped_storage()))
-        if argument is None or argument.dtype != tensor.dtype or not calls.storage_of(tensor):
+    def _argument_source(self, tensor: Tensor, argument: Argument) -> ArgumentSource | None:
+        """Return the argument with a tensor's storage as its source, None for another dtype."""
+        if argument.dtype != tensor.dtype:
             return None
         layout = layout_of(tensor)
         if layout == argument.layout:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,9 @@ from fusedckpt.state import rng
 # of scaled_dot_product_attention: whether each is enabled, and its name
 _KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
 _CPU = torch.device("cpu")
+_NOTHING = nullcontext()
+# a context that sets a setting, and its arguments
+_Setting = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class Surroundings:
@@ -78,28 +81,38 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bring that state back, and afterwards the state from before."""
-        with ExitStack() as stack:
-            if private.are_transforms_active():
-                # a batched backward: the forward was not in its vmap, random ops refuse it
-                stack.enter_context(private.outside_vmap())
-            # and that of is_grads_batched, which no stack tells of
-            stack.enter_context(private.outside_legacy_vmap())
+        # a batched backward: the forward was not in its vmap, random ops refuse it; and that of
+        # is_grads_batched, which no stack tells of
+        is_batched = private.are_transforms_active()
+        with (
+            private.outside_vmap() if is_batched else _NOTHING,
+            private.outside_legacy_vmap(),
+        ):
             self._check_graph()
-            stack.enter_context(self._random_states.restored())
+            now = _settings_of(self._kinds)
+            before = rng.RandomStates(self._random_states.generators)
             try:
-                if (now := _settings_of(self._kinds)) != self._settings:
-                    for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
-                        if setting != other:
-                            stack.enter_context(enter(*setting))
-                yield
+                self._random_states.restore()
+                with _NOTHING if now == self._settings else self._set(now):
+                    yield
             finally:
+                before.restore()
                 for _, (_, _, is_enabled, _) in self._settings[3:]:
                     # else casts of weights live on, where autocast is still on in backward
                     if is_enabled:
                         torch.clear_autocast_cache()
 
+    @contextmanager
+    def _set(self, now: Sequence[_Setting]) -> Iterator[None]:
+        """Set the settings of the call where those of now differ."""
+        with ExitStack() as stack:
+            for (enter, setting), (_, other) in zip(self._settings, now, strict=True):
+                if setting != other:
+                    stack.enter_context(enter(*setting))
+            yield
 
-def _settings_of(kinds: list[str]) -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
+
+def _settings_of(kinds: list[str]) -> list[_Setting]:
     """Return settings, each with a context that sets it.
 
     They are the default device, the kernels of attention, whether classes of tensors see functions,

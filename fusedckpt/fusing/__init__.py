@@ -40,7 +40,7 @@ In each call of a swapped module (swapped.py):
         a function of `functional`; or return a NotFused, which is noted, and the original runs
     recomputed_modules.py
         runs the original in a checkpoint (recomputed_call.py), whose second run finds the state of
-        the first (call_state.py, state_holders.py, written_tensors.py)
+        the first (call_state.py, written_tensors.py)
     fused_heads.py
         computes a causal model's loss from the input of its output embedding
     shared_layers.py

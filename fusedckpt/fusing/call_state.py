@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from functools import cache, partial
+from functools import cache, lru_cache
 from types import CellType, FunctionType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.fusing.written_tensors import ModuleTensor, WrittenTensors
+from fusedckpt.fusing.written_tensors import Buffer, WrittenTensors
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (
     ATOMS,
     PLAIN,
     contents_of,
+    has,
     holders_of,
     is_of_library,
     numbers_of,
@@ -51,62 +51,103 @@ _Contents = tuple[Any, Any]
 _Versions = list[tuple[Tensor, int]]
 
 
+class _NotedModule(NamedTuple):
+    """A module at a call."""
+
+    module: nn.Module
+    kind: type[nn.Module]
+    # its attributes
+    contents: dict[str, Any]
+    # the contents of its dicts of parameters, buffers and modules
+    members: list[dict[str, Any]]
+
+    def contents_with(self, tensors: Mapping[int, Tensor], kept: list[_Contents]) -> dict[str, Any]:
+        """Return the attributes with other tensors, by the ids of those that they replace.
+
+        Where a dict of members is another one now, the module gets a copy of it: the checkpoint
+        puts buffers back to those that it finds in the module's dict. To `kept` goes each that is
+        the same.
+        """
+        contents = _replaced(self.contents, tensors) if tensors else self.contents
+        for name, noted in zip(_MEMBERS, self.members, strict=True):
+            holder = self.contents[name]
+            if not (holder or noted):
+                kept.append((holder, noted))
+                continue
+            members = _replaced(noted, tensors) if tensors else noted
+            if has(holder, members):
+                kept.append((holder, members))
+            else:
+                contents = {**contents, name: dict(members)}
+        return contents
+
+
 class CallState:
     """The state of a module, and of the arguments of one call of it, before that call."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any]):
         self._module = module
+        self.modules: list[_NotedModule] = []
+        # of objects, containers and classes
         self._contents: list[_Contents] = []
-        self._classes: list[tuple[nn.Module, type[nn.Module]]] = []
-        # parameters, and whether they require gradients
-        self._flags: list[tuple[Tensor, bool]] = []
         # generators, and their states
-        self._generators: list[tuple[rng.GeneratorCalls, Any]] = []
+        self.generators: list[tuple[rng.GeneratorCalls, Any]] = []
         # tensors in objects among the arguments; the checkpoint knows the others
         self._in_arguments: _Versions = []
         seen = set[int]()
-        self._walk([x for x in args if not isinstance(x, Tensor)], seen, self._in_arguments)
-        members, objects = self._note_modules()
+        inside = [x for x in args if not (type(x) in ATOMS or isinstance(x, Tensor))]
+        if inside:
+            self._walk(inside, seen, self._in_arguments)
+        parameters, buffers, objects = self._note_modules()
+        self._parameters = parameters
+        # whether they require gradients
+        self._flags = [p.requires_grad for p in parameters]
         others = _Versions()
         self._walk(objects, seen, others)
-        self._written = WrittenTensors(members, others)
+        self._written = WrittenTensors(parameters, buffers, others)
 
-    def _note_modules(self) -> tuple[list[ModuleTensor], list[Any]]:
-        """Note the modules; return their members, and objects in their attributes and classes."""
-        members = list[ModuleTensor]()
+    def _note_modules(self) -> tuple[list[Tensor], list[Buffer], list[Any]]:
+        """Note the modules; return their tensors, and objects in their attributes and classes."""
+        parameters = list[Tensor]()
+        buffers = list[Buffer]()
         objects = list[Any]()
         classes = dict[type, None]()
-        for module in self._module.modules():
-            attributes = vars(module)
-            contents = dict(attributes)
-            self._contents.append((attributes, contents))
-            self._classes.append((module, type(module)))
-            classes[type(module)] = None
+        for module in modules_in(self._module):
+            kind = type(module)
+            classes[kind] = None
+            contents = vars(module).copy()
+            members = []
             for name in _MEMBERS:
-                contents[name] = dict(contents[name])
-            parameters = contents["_parameters"]
-            for name, tensor in (*parameters.items(), *contents["_buffers"].items()):
-                if tensor is not None:
-                    members.append(ModuleTensor(module, name, tensor, versions_of(tensor)[0]))
-            self._flags += [(p, p.requires_grad) for p in parameters.values() if _is_leaf(p)]
-            objects += [x for name, x in contents.items() if name not in private.MODULE_ATTRIBUTES]
+                holder = contents[name]
+                # most are
+                members.append(holder.copy() if type(holder) is dict else contents_of(holder))
+            self.modules.append(_NotedModule(module, kind, contents, members))
+            for parameter in members[0].values():
+                if parameter is not None:
+                    parameters.append(parameter)
+            for buffer in members[1].values():
+                if buffer is not None:
+                    buffers.append(Buffer(kind, buffer, versions_of(buffer)[0]))
+            for name in _own_names(tuple(contents)):
+                objects.append(contents[name])
         for kind in classes:
-            objects += [x for read in _class_readers(kind) for x in read()]
+            objects += _state_of_class(kind)
             for numbers in numbers_of(kind):
                 self._note_contents(numbers)
-        return members, objects
+        return parameters, buffers, objects
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
         """Note the objects in a queue, and the objects in these, the nearest first."""
         most = len(self._contents) + _MOST_OBJECTS
+        queue = _with_state(queue)
         for value in queue:
-            if type(value) in ATOMS or id(value) in seen or len(self._contents) >= most:
+            if id(value) in seen or len(self._contents) >= most:
                 continue
             seen.add(id(value))
             if isinstance(value, Tensor):
                 tensors.append((value, versions_of(value)[0]))
             else:
-                queue += self._note(value)
+                queue += _with_state(self._note(value))
 
     def _note(self, value: Any) -> Sequence[Any]:
         """Note one object, and return the objects in it."""
@@ -116,7 +157,7 @@ class CallState:
         if isinstance(value, tuple):
             return value[:_MOST_ENTRIES]
         if (calls := rng.of_object(value)) is not None:
-            self._generators.append((calls, calls.read()))
+            self.generators.append((calls, calls.read()))
         elif _is_plain_class(kind):
             holders = holders_of(value, of_callables=True)
             return [part for holder in holders for part in self._note_contents(holder)]
@@ -136,13 +177,9 @@ class CallState:
 
     def written_parameter(self) -> str:
         """Return the name of a parameter that the call wrote, "" for none."""
-        members = self._written.uncopied
-        written = (m for m in members if m is not None and not m.is_buffer)
+        parameters = {*map(id, self._parameters)}
+        written = (x for x in self._written.uncopied if id(x) in parameters)
         return next(map(self._name_of, written), "")
-
-    def _name_of(self, member: ModuleTensor) -> str:
-        prefixes = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
-        return f"{prefixes.get(member.module, '')}{member.name}"
 
     def check(self) -> None:
         """Raise where other code wrote a parameter or buffer since, or the call a parameter.
@@ -157,39 +194,115 @@ class CallState:
                 "forward of its class; write the parameter outside of the forward"
             )
         name = None
-        if (member := self._written.written_by_others()) is not None:
-            name = self._name_of(member)
-        elif any(versions_of(tensor) != (version,) for tensor, version in self._in_arguments):
-            name = "a tensor in its arguments"
+        if (tensor := self._written.written_by_others()) is not None:
+            name = self._name_of(tensor)
+        else:
+            for tensor, version in self._in_arguments:
+                if versions_of(tensor) != (version,):
+                    name = "a tensor in its arguments"
         if name is not None:
             raise RuntimeError(
                 f"{type(self._module).__name__}: {name} has been modified by an inplace operation "
                 "between forward and backward, in which the module's forward runs again"
             )
 
-    @contextmanager
-    def restored(self) -> Iterator[None]:
+    def _name_of(self, tensor: Tensor) -> str:
+        """Return the name of a parameter or buffer, as it was in the call."""
+        prefixes = {m: f"{name}." if name else "" for name, m in self._module.named_modules()}
+        for noted in self.modules:
+            for members in noted.members[:2]:
+                for name, member in members.items():
+                    if member is tensor:
+                        return f"{prefixes.get(noted.module, '')}{name}"
+        return "a tensor"
+
+    def restored(self) -> RestoredState:
         """Bring the state back meanwhile; no write inside changes a tensor of the state."""
-        replacements = self._written.replacements()
-        present = [(holder, contents_of(holder)) for holder, _ in self._contents]
-        classes = [(module, type(module)) for module, _ in self._classes]
-        toggled = [p for p, flag in self._flags if p.requires_grad != flag]
-        states = [(calls, calls.read()) for calls, _ in self._generators]
+        return RestoredState(self)
+
+    def bring_back(self, present: list[_Contents]) -> None:
+        """Give all holders the contents of the call, and add to `present` those that they had."""
+        tensors = self._written.replacements()
+        for noted in self.modules:
+            _bring_back(vars(noted.module), noted.contents_with(tensors, present), present)
+        for holder, contents in self._contents:
+            _bring_back(holder, _replaced(contents, tensors) if tensors else contents, present)
+
+    def flags_to_change(self) -> list[Tensor]:
+        """Return the parameters that required gradients in the call, and do not now, or reverse."""
+        parameters = []
+        for parameter, flag in zip(self._parameters, self._flags, strict=True):
+            if parameter.requires_grad != flag and parameter.is_leaf:
+                parameters.append(parameter)
+        return parameters
+
+
+class RestoredState:
+    """A context in which the state of a call is back; a class, as a recompute ends by raising."""
+
+    def __init__(self, state: CallState):
+        self._state = state
+
+    def __enter__(self) -> None:
+        state = self._state
+        # what is now
+        self._present = list[_Contents]()
+        self._classes = [(noted.module, type(noted.module)) for noted in state.modules]
+        self._flags = state.flags_to_change()
+        self._states = [(calls, calls.read()) for calls, _ in state.generators]
         try:
-            for holder, contents in self._contents:
-                put_back(holder, _replaced(contents, replacements))
-            _set_classes(self._classes)
-            _toggle(toggled)
-            for calls, state in self._generators:
-                calls.write(state)
-            yield
-        finally:
-            for calls, state in states:
-                calls.write(state)
-            _toggle(toggled)
-            for holder, contents in present:
+            state.bring_back(self._present)
+            _set_classes([(noted.module, noted.kind) for noted in state.modules])
+            _toggle(self._flags)
+            for calls, image in state.generators:
+                calls.write(image)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: Any) -> None:
+        for calls, image in self._states:
+            calls.write(image)
+        _toggle(self._flags)
+        for holder, contents in self._present:
+            # most modules have no buffers, and none inside
+            if (holder or contents) and not has(holder, contents):
                 put_back(holder, contents)
-            _set_classes(classes)
+        _set_classes(self._classes)
+
+
+def modules_in(module: nn.Module) -> list[nn.Module]:
+    """Return a module and those inside, each once; nn.Module.modules takes some calls of each."""
+    modules = [module]
+    seen = {id(module)}
+    for part in modules:
+        for child in part._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return modules
+
+
+@lru_cache(1 << 12)
+def _own_names(names: tuple[str, ...]) -> Sequence[str]:
+    """Return those of a module's attributes that not every module has."""
+    return [name for name in names if name not in private.MODULE_ATTRIBUTES]
+
+
+def _with_state(values: Sequence[Any]) -> list[Any]:
+    """Return the objects that may hold state, as their classes tell."""
+    return [values[place] for place in _places_of_state(tuple(map(type, values)))]
+
+
+@lru_cache(1 << 12)
+def _places_of_state(kinds: tuple[type, ...]) -> Sequence[int]:
+    return [place for place, kind in enumerate(kinds) if _may_hold_state(kind)]
+
+
+def _may_hold_state(kind: type) -> bool:
+    if kind in PLAIN or issubclass(kind, (tuple, Tensor)) or rng.is_generator(kind):
+        return True
+    return kind not in ATOMS and _is_plain_class(kind)
 
 
 def is_noted(value: Any) -> bool:
@@ -197,22 +310,20 @@ def is_noted(value: Any) -> bool:
     return type(value) in PLAIN or isinstance(value, UserDict)
 
 
-def _is_leaf(tensor: Tensor | None) -> bool:
-    return tensor is not None and tensor.is_leaf
+def _bring_back(holder: Any, contents: Any, present: list[_Contents]) -> None:
+    """Give a holder contents, and add to `present` those that it had."""
+    if has(holder, contents):
+        present.append((holder, contents))
+    else:
+        present.append((holder, contents_of(holder)))
+        put_back(holder, contents)
 
 
 def _replaced(contents: Any, replacements: Mapping[int, Tensor]) -> Any:
-    """Return contents with other tensors, and the members of a module copied."""
-    if not isinstance(contents, dict):
-        return [replacements.get(id(x), x) for x in contents] if replacements else contents
-    if replacements:
-        copied = {key: replacements.get(id(x), x) for key, x in contents.items()}
-    else:
-        copied = dict(contents)
-    if copied.keys() >= set(_MEMBERS):
-        for name in _MEMBERS:
-            copied[name] = _replaced(contents[name], replacements)
-    return copied
+    """Return contents with other tensors."""
+    if isinstance(contents, dict):
+        return {key: replacements.get(id(x), x) for key, x in contents.items()}
+    return [replacements.get(id(x), x) for x in contents]
 
 
 def _set_classes(classes: list[tuple[nn.Module, type[nn.Module]]]) -> None:
@@ -235,36 +346,42 @@ def _is_plain_class(kind: type) -> bool:
     return not (is_library or issubclass(kind, (nn.Module, Tensor, Enum, type)))
 
 
-@cache
-def _class_readers(kind: type) -> Sequence[Callable[[], Sequence[Any]]]:
-    """Return readers of the state beside a class's objects.
+def _state_of_class(kind: type) -> list[Any]:
+    """Return the objects of the state beside a class's objects."""
+    tables, cells = _tables_of_class(kind)
+    objects = []
+    for table, name in tables:
+        objects.append(table.get(name))
+    for cell in cells:
+        try:
+            objects.append(cell.cell_contents)
+        except ValueError:
+            # not assigned yet
+            continue
+    return objects
 
-    That is its attributes, the variables that its methods close over, and generators among the
-    globals of its Python module.
+
+@cache
+def _tables_of_class(
+    kind: type,
+) -> tuple[Sequence[tuple[Mapping[str, Any], str]], Sequence[CellType]]:
+    """Return where the state beside a class's objects is: tables with names, and cells.
+
+    That is its attributes, generators among the globals of its Python module, and the variables
+    that its methods close over.
     """
-    readers = []
+    tables = []
+    cells = []
     for base in kind.__mro__:
         if is_of_library(base):
             continue
         module_globals = vars(sys.modules.get(base.__module__, base))
         for name, value in [*module_globals.items()]:
             if rng.of_object(value) is not None:
-                readers.append(partial(_named, module_globals, name))
+                tables.append((module_globals, name))
         for name, value in vars(base).items():
             if isinstance(value, FunctionType):
-                readers += [partial(_closed_over, cell) for cell in value.__closure__ or ()]
+                cells += value.__closure__ or ()
             elif not name.startswith("__") and (is_noted(value) or _is_plain_class(type(value))):
-                readers.append(partial(_named, vars(base), name))
-    return readers
-
-
-def _named(table: Mapping[str, Any], name: str) -> Sequence[Any]:
-    return (table.get(name),)
-
-
-def _closed_over(cell: CellType) -> Sequence[Any]:
-    try:
-        return (cell.cell_contents,)
-    except ValueError:
-        # not assigned yet
-        return ()
+                tables.append((vars(base), name))
+    return tables, cells

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,7 +37,7 @@ def drawn(noise: Tensor, p: float) -> Tensor:
 class Mask:
     """The mask of dropout's CUDA kernel, and its random state."""
 
-    def __init__(self, input: Tensor, p: float, state: Tensor):
+    def __init__(self, input: Tensor, p: float, state: Any):
         self.state = state
         self.p = p
         self.device = input.device
@@ -52,7 +54,7 @@ class Mask:
             return torch.native_dropout(x, self.p, True)[1]
 
 
-def random_state(x: Tensor) -> Tensor | None:
+def random_state(x: Tensor) -> Any:
     """Return CUDA's random state, None where dropout of x cannot be drawn again by it."""
     # where the data do not begin at 16 bytes, the kernel draws in another order
     is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0

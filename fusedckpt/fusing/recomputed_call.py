@@ -126,6 +126,7 @@ def recomputed_call(
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:
     """Whether a call may save tensors for backward: one of these or of its parameters needs it."""
-    return any(x.requires_grad for x in tensors) or any(
-        p.requires_grad for p in module.parameters()
-    )
+    for x in tensors:
+        if x.requires_grad:
+            return True
+    return any(p.requires_grad for p in module.parameters())

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
-from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
-from fusedckpt.checkpointing.calls import Packed, objects_in
+from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, tensors_among
 from fusedckpt.checkpointing.regions import MOST
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
-from fusedckpt.fusing.call_state import is_noted
+from fusedckpt.fusing.call_state import is_noted, modules_in
 from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
 from fusedckpt.fusing.recomputed_call import WRITES, needs_gradient, recomputed_call
@@ -89,14 +88,14 @@ class Recomputed(Swapped):
         if self._runs_as_ever(x):
             return forward(*args, **kwargs)
         values = *args, *kwargs.values()
-        tensors = [value for value in objects_in([*values]) if isinstance(value, Tensor)]
-        if not needs_gradient(self, tensors):
+        if not needs_gradient(self, tensors_among(values)):
             return forward(*args, **kwargs)
         obstacle = repeat_obstacle(self, values)
-        options = _options_of(self, kwargs)
         little_gain: _LittleGain | None = self.__dict__.get(LITTLE_GAIN)
-        if obstacle is None and little_gain is not None and little_gain[:2] == (options, x.shape):
-            obstacle = NotFused(little_gain.key)
+        if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
+            # a config takes long to tell its options
+            is_alike = little_gain.options == _options_of(self, kwargs)
+            obstacle = NotFused(little_gain.key) if is_alike else None
         if obstacle is not None:
             fallbacks.note_fallback(self, obstacle)
             return forward(*args, **kwargs)
@@ -112,7 +111,7 @@ class Recomputed(Swapped):
             draws_python=not is_mlp,
         )
         if not is_mlp:
-            self._learn(x, y, options)
+            self._learn(x, y, kwargs)
         return y
 
     def _runs_as_ever(self, x: Any) -> bool:
@@ -130,12 +129,12 @@ class Recomputed(Swapped):
             return change
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
 
-    def _learn(self, x: Tensor, y: Any, options: _CallOptions) -> None:
+    def _learn(self, x: Tensor, y: Any, kwargs: Mapping[str, Any]) -> None:
         """Note that attention or a scan runs again; if it gains little, recompute no later calls.
 
         That is where attention is no region, and saves little itself.
         """
-        results = [leaf for leaf in pytree.tree_leaves(y) if isinstance(leaf, Tensor)]
+        results = result_tensors(y)
         for place, result in enumerate(results):
             node: Any = result.grad_fn
             segment = node and segment_of(node)
@@ -147,22 +146,25 @@ class Recomputed(Swapped):
             else:
                 continue
             if reason is not None and reason.key != "again":
+                options = _options_of(self, kwargs)
                 self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
             if reason is not None:
                 fallbacks.note_fallback(self, reason)
             elif not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
-                index.put(result, index.MODULE, source, *self.parameters())
+                parameters = [p for m in modules_in(self) for p in m._parameters.values()]
+                index.put(result, index.MODULE, source, *[p for p in parameters if p is not None])
             return
 
     def _reason_of(self, segment: Segment, results: list[Tensor]) -> NotFused | None:
         """Return the function that runs again, or why a segment gains little; None without one."""
-        again = [record.name for record in segment.records if record.outputs is None]
-        if again:
-            return NotFused("again", again[0])
-        called = {record.name for record in segment.records}
-        if self._fusedckpt_mixes != {NAME} or NAME in called:
+        called = set()
+        for record in segment.records:
+            if record.outputs is None:
+                return NotFused("again", record.name)
+            called.add(record.name)
+        if NAME in called or self._fusedckpt_mixes != {NAME}:
             return None
         samples = segment.samples
         is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
@@ -185,9 +187,11 @@ def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | No
             if not is_known and type(part).__name__ not in _CONSTANT:
                 key = "module" if isinstance(part, nn.Module) else "cache"
                 return NotFused(key, type(part).__name__)
-    hooked = (name for name, layer in module.named_modules() if name and dispatch.has_hooks(layer))
-    name = next(hooked, None)
-    return None if name is None else NotFused("hooked", name)
+    _, *layers = modules_in(module)
+    if not (layers and dispatch.has_hooks(*layers)):
+        return None
+    named = {layer: name for name, layer in module.named_modules()}
+    return NotFused("hooked", next(named[x] for x in layers if dispatch.has_hooks(x)))
 
 
 def _recipe_of_output(

@@ -28,42 +28,41 @@ _hash: Any = getattr(torch, "hash_tensor", None)
 _KNOWN = WeakTensorKeyDictionary()
 
 
-class ModuleTensor(NamedTuple):
-    """A parameter or buffer of a module at a call."""
+class Buffer(NamedTuple):
+    """A buffer of a module at a call."""
 
-    module: nn.Module
-    # its name in the module
-    name: str
+    # the class of the module
+    kind: type[nn.Module]
     tensor: Tensor
     # its version before the call
     version: int
-
-    @property
-    def is_buffer(self) -> bool:
-        """Whether it is a buffer."""
-        return self.name not in self.module._parameters
 
 
 class WrittenTensors:
     """The tensors that one call of a module writes, and those that other code wrote since.
 
-    members: the module's parameters and buffers; others: tensors in attributes and objects, and
-    their versions.
+    parameters, buffers: the module's; others: tensors in attributes and objects, and their
+    versions.
     """
 
-    def __init__(self, members: Sequence[ModuleTensor], others: Sequence[tuple[Tensor, int]]):
-        self._members = members
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Buffer],
+        others: Sequence[tuple[Tensor, int]],
+    ):
+        self._parameters = parameters
+        self._versions = _versions(parameters)
+        self._buffers = buffers
         self._others = others
         # by a tensor's id: a copy of it before the call, None where there is none
         self._copies: dict[int, tuple[Tensor, Argument | Tensor | None]] = {}
         # of buffers that the call did not write
         self._digests: dict[int, Tensor | None] = {}
-        # after the call: the tensors that it wrote and that have no copy, None for no member
-        self.uncopied: list[ModuleTensor | None] = []
-        for member in members:
-            if member.is_buffer:
-                is_small = member.tensor.nbytes <= SMALL
-                self._copy_if_written(member.tensor, is_small or writes(type(member.module)))
+        # after the call: the tensors that it wrote and that have no copy
+        self.uncopied: list[Tensor] = []
+        for kind, tensor, _ in buffers:
+            self._copy_if_written(tensor, tensor.nbytes <= SMALL or writes(kind))
         for tensor, _ in others:
             self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= SMALL)
 
@@ -78,25 +77,20 @@ class WrittenTensors:
 
     def learn(self) -> None:
         """Learn, after the call, which tensors it wrote."""
-        for member in self._members:
-            if member.is_buffer or versions_of(member.tensor) != (member.version,):
-                self._learn(member.tensor, member.version, _digest, member)
+        for parameter, version in self._changed_parameters():
+            self._learn(parameter, version, _digest)
+        for _, buffer, version in self._buffers:
+            self._learn(buffer, version, _digest)
         for tensor, version in self._others:
-            self._learn(tensor, version, lambda _: None, None)
+            self._learn(tensor, version, lambda _: None)
         self._others = ()
 
-    def _learn(
-        self,
-        tensor: Tensor,
-        version: int,
-        digest: Callable[[Tensor], Any],
-        member: ModuleTensor | None,
-    ) -> None:
+    def _learn(self, tensor: Tensor, version: int, digest: Callable[[Tensor], Any]) -> None:
         if versions_of(tensor) != (version,):
             # without a copy, a recompute still leaves it as it is
             _, copy = self._copies.setdefault(id(tensor), (tensor, None))
             if copy is None:
-                self.uncopied.append(member)
+                self.uncopied.append(tensor)
             _KNOWN[tensor] = True
             return
         known = _KNOWN.get(tensor)
@@ -106,20 +100,35 @@ class WrittenTensors:
                 _KNOWN[tensor] = known = version, digest(tensor)
             self._digests[id(tensor)] = known[1]
 
-    def written_by_others(self) -> ModuleTensor | None:
-        """Return a parameter or buffer that other code wrote since the call, None for none."""
-        return next(filter(self._is_stale, self._members), None)
+    def _changed_parameters(self) -> list[tuple[Tensor, int]]:
+        """Return the parameters that were written since, and their versions before the call."""
+        now = _versions(self._parameters)
+        if now == self._versions:
+            return []
+        rows = zip(self._parameters, self._versions, now, strict=True)
+        return [(p, version) for p, version, other in rows if version != other]
 
-    def _is_stale(self, member: ModuleTensor) -> bool:
-        if versions_of(member.tensor) == (member.version,) or _KNOWN.get(member.tensor) is True:
+    def written_by_others(self) -> Tensor | None:
+        """Return a parameter or buffer that other code wrote since the call, None for none."""
+        for parameter, _ in self._changed_parameters():
+            if self._is_stale(parameter):
+                return parameter
+        for _, buffer, version in self._buffers:
+            if versions_of(buffer) != (version,) and self._is_stale(buffer):
+                return buffer
+        return None
+
+    def _is_stale(self, tensor: Tensor) -> bool:
+        """Whether it was other code that wrote a tensor, with other values."""
+        if _KNOWN.get(tensor) is True:
             return False
-        digest = self._digests.get(id(member.tensor))
+        digest = self._digests.get(id(tensor))
         if digest is not None:
             # a buffer may be written with its own values, as DistributedDataParallel does
-            now = _digest(member.tensor)
+            now = _digest(tensor)
             return now is None or not torch.equal(digest, now)
         # an optimizer in backward writes a parameter after its last recompute
-        return not private.updates_early(member.tensor)
+        return not private.updates_early(tensor)
 
     def replacements(self) -> dict[int, Tensor]:
         """Return, by the ids of tensors that the forward writes, tensors for a recompute to write.
@@ -131,6 +140,14 @@ class WrittenTensors:
             before = copy.tensor() if isinstance(copy, Argument) else copy
             tensors[number] = (tensor if before is None else before).detach().clone()
         return tensors
+
+
+def _versions(tensors: Sequence[Tensor]) -> Sequence[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        # an inference tensor has none
+        return [*versions_of(*tensors)]
 
 
 def is_constant(buffer: Tensor) -> bool:

@@ -49,9 +49,18 @@ def contents_of(holder: Any) -> Any:
     return dict(base.items(holder)) if issubclass(base, dict) else [*base.__iter__(holder)]
 
 
+def has(holder: Any, contents: Any) -> bool:
+    """Whether the contents of a holder are the same objects in the same order."""
+    if type(holder) is not dict:
+        return are_same(contents_of(holder), contents)
+    if len(holder) != len(contents):
+        return False
+    return all(map(is_, holder.values(), contents.values())) and all(map(is_, holder, contents))
+
+
 def put_back(holder: Any, contents: Any) -> None:
     """Give a holder contents, unless it has them."""
-    if are_same(contents_of(holder), contents):
+    if has(holder, contents):
         return
     base = _base_of(type(holder))
     if base is None:
@@ -96,7 +105,11 @@ def _holders_of_attributes(value: Any, of_callables: bool = False) -> list[Any]:
     """Return the holders of the attributes of an object that is data."""
     if _is_of(type(value), _OPAQUE) or (callable(value) and not of_callables):
         return []
-    attributes = getattr(value, "__dict__", None)
+    try:
+        # past its class's own methods
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        attributes = None
     holders: list[Any] = [attributes] if type(attributes) is dict else []
     return [*holders, Slots(value)] if slots_of(type(value)) else holders
 

@@ -12,7 +12,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,9 +49,12 @@ class RandomStates:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Give the generators these states meanwhile, and afterwards their states from before."""
-        with kept(self.generators):
+        before = RandomStates(self.generators)
+        try:
             self.restore()
             yield
+        finally:
+            before.restore()
 
 
 @contextmanager
@@ -83,6 +86,11 @@ def of_device(device: torch.device) -> list[GeneratorCalls]:
         return []
     if device.type == "cpu":
         return [CPU]
+    if device.type == "cuda":
+        if not torch.cuda.default_generators:
+            torch.cuda.init()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return [_of_gpu(torch.cuda.default_generators[index])]
     module = torch.get_device_module(device.type)
     # the one MPS device goes unnamed
     where = {} if device.type == "mps" else {"device": device}
@@ -90,15 +98,49 @@ def of_device(device: torch.device) -> list[GeneratorCalls]:
     return [GeneratorCalls(read, partial(module.set_rng_state, **where))]
 
 
+@cache
+def _of_gpu(generator: torch.Generator) -> GeneratorCalls:
+    """Return a GPU's generator: its state is a seed, and a position in the numbers of that."""
+
+    def read() -> Any:
+        # a graph that is captured counts its own
+        if torch.cuda.is_current_stream_capturing():
+            return generator.get_state()
+        return generator.initial_seed(), generator.get_offset()
+
+    def write(state: Any) -> None:
+        if isinstance(state, Tensor):
+            generator.set_state(state)
+        elif torch.cuda.is_current_stream_capturing():
+            image = bytearray(struct.pack("=QQ", *state))
+            generator.set_state(torch.frombuffer(image, dtype=torch.uint8))
+        elif read() != state:
+            seed, position = state
+            generator.manual_seed(seed)
+            generator.set_offset(position)
+
+    return GeneratorCalls(read, write)
+
+
 def position_on(device: torch.device) -> int:
     """Return how far a GPU's generator is in the numbers of its seed, or in those of a graph."""
     ((read, _),) = of_device(device)
-    _, position = read().numpy().view(np.int64)
+    state = read()
+    _, position = state.numpy().view(np.int64) if isinstance(state, Tensor) else state
     return int(position)
+
+
+@cache
+def is_generator(kind: type) -> bool:
+    """Whether objects of a class are generators."""
+    kinds = torch.Generator, random.Random, np.random.RandomState, np.random.Generator
+    return issubclass(kind, kinds)
 
 
 def of_object(value: Any) -> GeneratorCalls | None:
     """Return the generator that an object is, None for other objects."""
+    if not is_generator(type(value)):
+        return None
     if isinstance(value, torch.Generator):
         return GeneratorCalls(value.get_state, value.set_state)
     if isinstance(value, random.Random):

@@ -222,6 +222,22 @@ class Replaced(Case):
         return module.mean
 
 
+class ReplacedLater(Case):
+    """A buffer that other code replaces: the recompute reads it as it was, and leaves it."""
+
+    def prepare(self, module):
+        module.register_buffer("factor", torch.full((), 2.0, dtype=torch.float64, device=DEVICE))
+
+    def scale(self, module, x, given):
+        return module.factor
+
+    def between(self, module):
+        module.factor = module.factor + 1
+
+    def after(self, module):
+        return module.factor
+
+
 class AVariable(Case):
     def scale(self, module, x, given):
         return VARIABLE.get()
@@ -293,7 +309,7 @@ RIGHT = [
     Statistics,
     Replaced,
 ]
-RIGHT += [AVariable, AConfig, Closed, Unfused, OwnValues]
+RIGHT += [ReplacedLater, AVariable, AConfig, Closed, Unfused, OwnValues]
 
 
 def models(case):
@@ -446,9 +462,9 @@ def test_noting_a_call_and_its_state_takes_few_calls():
 
     note()
     bring_back()
-    # 216 and 238 with Python 3.11
-    assert calls(note) < 235
-    assert calls(bring_back) < 300
+    # 178 and 248 with Python 3.11
+    assert calls(note) < 195
+    assert calls(bring_back) < 270
 
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
