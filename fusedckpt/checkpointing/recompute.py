@@ -302,12 +302,12 @@ class Recompute(CheckpointPhase):
             self._see_more(index)
         elif self._compares:
             self._compare(index, tensor)
-        if index in self._strides:
-            self._samples.add(index, tensor, self._strides[index])
         requires_grad = tensor.requires_grad
         if requires_grad:
             # its graph would come to hold itself
             tensor = tensor.detach()
+        if index in self._strides:
+            self._samples.add(index, tensor, self._strides[index])
         if progress.wanted.get(index):
             self.values[index] = tensor, tensor._version
         if index >= progress.last - 1 and progress.stops:

@@ -104,9 +104,11 @@ class Gather:
         return self._add(index, tensor, strides)
 
     def _add(self, index: int, tensor: Tensor, strides: Any) -> Any:
-        # a line's view of a tensor with a graph would hold that
-        local = local_of(tensor).detach()
-        is_known = storage_of(local) and not local.is_meta and local.dtype in _DTYPES
+        local = tensor if type(tensor) is Tensor else local_of(tensor)
+        if local.requires_grad:
+            # a view would hold its graph
+            local = local.detach()
+        is_known = local.dtype in _DTYPES and storage_of(local) and not local.is_meta
         count = local.numel()
         # memory of nothing is freed between uses
         if not is_known or not count or not local.untyped_storage().nbytes():
@@ -165,15 +167,21 @@ def _line_of(tensor: Tensor, number: int, own: tuple[int, ...], strides: tuple[i
         # a tensor made in a capture lives in the graph's memory
         places = _places if is_captured else _known_places
         return torch.take(tensor, places(count, number % _PLACES, tensor.device))
-    size = min(count, _COUNT)
-    # an odd step meets all columns of a matrix whose rows are powers of two
-    step = count // _COUNT * 61 // 64 | 1 if count >= 2 * _COUNT else 1
-    start = (count - (size - 1) * step - 1) * (number % _PLACES) // (_PLACES - 1)
+    size, step, start = _line(count, number % _PLACES)
     if is_same:
         return tensor.as_strided((size,), (step,), tensor.storage_offset() + start)
     line = range(start, start + size * step, step)
     places = [_index_of(place, tensor.shape, strides) for place in line]
     return torch.take(tensor, torch.tensor(places, device=tensor.device))
+
+
+@lru_cache(4096)
+def _line(count: int, number: int) -> tuple[int, int, int]:
+    """Return how many of a tensor's elements are taken, their distance, and the first."""
+    size = min(count, _COUNT)
+    # an odd step meets all columns of a matrix whose rows are powers of two
+    step = count // _COUNT * 61 // 64 | 1 if count >= 2 * _COUNT else 1
+    return size, step, (count - (size - 1) * step - 1) * number // (_PLACES - 1)
 
 
 def _index_of(place: int, shape: Sequence[int], strides: Sequence[int]) -> int:
