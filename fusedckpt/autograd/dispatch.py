@@ -123,7 +123,11 @@ def is_recorded(x: Any) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return private.is_tracing() or get_proxy_mode() is not None
+    if private.is_tracing():
+        return True
+    # make_fx pushes a mode of either kind; its own look-up takes six calls
+    has_modes = private.num_dispatch_modes() or private.num_function_modes()
+    return bool(has_modes) and get_proxy_mode() is not None
 
 
 # torch's own classes that take any op: those of tracing, and of a result that a collective fills

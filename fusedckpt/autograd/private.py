@@ -138,7 +138,7 @@ if _probe("_current_level", None, forward_ad) is not None:
 is_exporting: Callable[[], bool] = _none
 if _probe("_is_exporting_flag", None, torch.compiler) is not None:
     is_exporting = partial(getattr, torch.compiler, "_is_exporting_flag")
-is_tracing: Callable[[], bool] = torch.jit.is_tracing  # type: ignore[reportPrivateImportUsage]
+is_tracing: Callable[[], bool] = _probe("_C._is_tracing", torch.jit.is_tracing)  # type: ignore[reportPrivateImportUsage]
 # hides ops from dispatch modes. Without it a checkpoint's phases are not looked for, see below
 disable_current_modes: Callable[[], AbstractContextManager[Any]] = _probe(
     "utils._python_dispatch._disable_current_modes", nullcontext
