@@ -110,7 +110,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (69, 23),
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (88, 33),
-    "a swapped attention": (255, 239),
+    "a swapped attention": (248, 239),
 }
 
 

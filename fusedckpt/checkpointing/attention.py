@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, lru_cache, partial, update_wrapper
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.checkpointing import scans
 from fusedckpt.checkpointing.regions import CheckpointPhase, is_among, region, regions_seen
+from fusedckpt.checkpointing.surroundings import NOTHING
 
 NAME = "attention"
 # torch's function, which these call, is the region
@@ -194,13 +195,12 @@ def watching_functions(see: Callable[[str], None]) -> Iterator[None]:
 
 # by the names of their regions
 _FUNCTIONS = {NAME: _Functions(_attention), scans.SCAN: _Functions(_scans)}
-_NOTHING = nullcontext()
 
 
 def functions_called(phase: CheckpointPhase) -> AbstractContextManager[Any]:
     """Make calls of functions regions where a checkpoint's phase asks for them."""
     if not phase.patterns:
-        return _NOTHING
+        return NOTHING
     return _functions_of(tuple(filter(phase.asks, _FUNCTIONS)))
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +28,7 @@ from fusedckpt.checkpointing.regions import CheckpointPhase, Record
 from fusedckpt.checkpointing.rounded import RoundedArgument
 from fusedckpt.checkpointing.samples import Pair, name_of
 from fusedckpt.checkpointing.stateful import advice_for
+from fusedckpt.checkpointing.surroundings import NOTHING
 
 
 class Stop(BaseException):
@@ -36,7 +36,6 @@ class Stop(BaseException):
 
 
 _NO_SLOT = None, None
-_NOTHING = nullcontext()
 # errors of operations that get tensors of other shapes
 _OF_SHAPES = RuntimeError, ValueError, IndexError, AssertionError
 
@@ -234,7 +233,7 @@ class Recompute(CheckpointPhase):
             with (
                 saved_tensors_hooks(phases.pack_hook(self), _unpack),
                 torch.enable_grad(),
-                _NOTHING if run is None else run.watched(),
+                NOTHING if run is None else run.watched(),
                 call.surroundings.restored(),
                 RecomputedCall(call),
                 functions_called(self),

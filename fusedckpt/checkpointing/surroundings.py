@@ -16,7 +16,8 @@ from fusedckpt.state import rng
 # of scaled_dot_product_attention: whether each is enabled, and its name
 _KERNELS = [(is_enabled, getattr(SDPBackend, name)) for is_enabled, name in private.sdpa_kernels]
 _CPU = torch.device("cpu")
-_NOTHING = nullcontext()
+# a context that does nothing
+NOTHING = nullcontext()
 # a context that sets a setting, and its arguments
 _Setting = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -85,7 +86,7 @@ class Surroundings:
         # is_grads_batched, which no stack tells of
         is_batched = private.are_transforms_active()
         with (
-            private.outside_vmap() if is_batched else _NOTHING,
+            private.outside_vmap() if is_batched else NOTHING,
             private.outside_legacy_vmap(),
         ):
             self._check_graph()
@@ -93,7 +94,7 @@ class Surroundings:
             before = rng.RandomStates(self._random_states.generators)
             try:
                 self._random_states.restore()
-                with _NOTHING if now == self._settings else self._set(now):
+                with NOTHING if now == self._settings else self._set(now):
                     yield
             finally:
                 before.restore()

@@ -41,7 +41,9 @@ from fusedckpt.state.holders import (
 # a container of more entries is data, and more objects are no state of one module
 _MOST_ENTRIES = 1 << 10
 _MOST_OBJECTS = 1 << 8
-# attributes of every module: hooks, and members, of which a forward may replace some
+# of attributes that `fuse` adds, which no forward writes
+_OURS = "_fusedckpt_"
+# dicts of a module, of which a forward may replace some entries
 _MEMBERS = "_parameters", "_buffers", "_modules"
 # objects of these packages are no state of a model
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "fusedckpt"}
@@ -285,8 +287,9 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 
 @lru_cache(1 << 12)
 def _own_names(names: tuple[str, ...]) -> Sequence[str]:
-    """Return those of a module's attributes that not every module has."""
-    return [name for name in names if name not in private.MODULE_ATTRIBUTES]
+    """Return those of a module's attributes that are its own: not every module's, and not ours."""
+    own = [name for name in names if name not in private.MODULE_ATTRIBUTES]
+    return [name for name in own if not name.startswith(_OURS)]
 
 
 def _with_state(values: Sequence[Any]) -> list[Any]:
