@@ -399,16 +399,24 @@ def _filled_memory() -> Iterator[None]:
 
 def _where_written(pair: Pair, filled: Tensor) -> Pair:
     """Return samples with zeros in place of elements that have the value of filled memory."""
-    if filled.is_floating_point() or filled.is_complex():
-        is_unwritten = filled.isnan() & ~pair.now.isnan()
-    elif filled.itemsize > 1:
-        value = torch.iinfo(filled.dtype).max
-        is_unwritten = (filled == value) & (pair.now != value)
-    else:
+    if filled.itemsize == 1:
         # random numbers of a byte may have that value
         return pair
+    # memory that an earlier such run filled may be used again
+    is_known = _is_filled(pair.now) & _is_filled(pair.before)
+    is_unwritten = _is_filled(filled) & ~is_known
     before, now = (x.masked_fill(is_unwritten, 0) for x in (pair.before, pair.now))
     return pair._replace(before=before, now=now)
+
+
+def _is_filled(elements: Tensor) -> Tensor:
+    """Return which elements have the value of filled memory; most NaN of arithmetic have others."""
+    if elements.is_complex():
+        return elements.isnan()
+    if not elements.is_floating_point():
+        return elements == torch.iinfo(elements.dtype).max
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[elements.itemsize]
+    return elements.view(bits) == elements.new_full((), torch.nan).view(bits)
 
 
 class _Unread(NamedTuple):
