@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 import fusedckpt
-from fusedckpt.planning.max_size import SLACK, WAYS
+from fusedckpt.planning.max_size import HEADROOM, WAYS
 from fusedckpt.reporting.factory import MadeModel, made_on_meta
 from fusedckpt.reporting.memory_text import compared
 
@@ -98,7 +98,7 @@ def _fits(arguments: list[str]) -> int:
         "--step", type=int, default=1, metavar="N", help="of which sizes are multiples"
     )
     parser.add_argument("--ways", help=f"some of: {'; '.join(WAYS)}; separated by semicolons")
-    parser.add_argument("--slack", type=float, default=SLACK, help="share of a card to leave")
+    parser.add_argument("--slack", type=float, default=HEADROOM, help="share of a card to leave")
     parser.add_argument("--accumulate", action="store_true", help="gradients exist before the step")
     parser.add_argument("--plot", metavar="FILE", help="draw it, as .png or .svg")
     parser.add_argument("--json", metavar="FILE", help="append the record as a line")

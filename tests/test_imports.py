@@ -31,7 +31,7 @@ ALLOWED = {
         *("autograd", "memory", "state", "blocks", "layers", "checkpointing", "fusing"),
         "reporting",
     },
-    "__main__": {"reporting"},
+    "__main__": {"reporting", "planning"},
     "integrations": {
         *("kernels", "autograd", "blocks", "layers", "checkpointing", "fusing", "reporting"),
         "planning",

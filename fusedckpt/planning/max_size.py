@@ -32,9 +32,9 @@ from fusedckpt.reporting.tables import table
 
 # the share of a card that a step may not use, by default: the CUDA context and the allocator's
 # cache take it
-SLACK = 0.1
+HEADROOM = 0.1
 # larger sizes are not tried
-_MOST = 2**24
+_MOST_ITEMS = 2**24
 _NAME = "find_max_size"
 
 
@@ -170,7 +170,7 @@ def find_max_size(
     optimizer: str | None = "AdamW",
     accumulate: bool = False,
     ways: Sequence[str] = tuple(WAYS),
-    slack: float = SLACK,
+    slack: float = HEADROOM,
     device: str = "cuda",
 ) -> MaxSizes:
     """Return the largest inputs of which a training step fits each card, in several ways.
@@ -282,8 +282,9 @@ class Peaks:
 def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
     """Return the largest size whose peak fits a card."""
     limit = int(card * (1.0 - slack))
-    most = max(1, _MOST // peaks.step)
-    low, high = 0, most + 1
+    most = max(1, _MOST_ITEMS // peaks.step)
+    low = 0
+    high = most + 1
     for count, peak in sorted(peaks.known.items()):
         if peak <= limit:
             low = max(low, count)
