@@ -375,6 +375,10 @@ RUN_IN = {
         INTEGRATIONS,
         "register_experts()",
     ): "integrations/test_register_experts.py",
+    # as the tests have them
+    (INTEGRATIONS, "run_exp("): "integrations/test_llamafactory.py",
+    (INTEGRATIONS, "run_sft()"): "integrations/test_llamafactory.py",
+    (INTEGRATIONS, "register_callback("): "integrations/test_ms_swift.py",
     (INTEGRATIONS, "FusedExperts"): "integrations/test_torchtitan_experts.py",
     ("fusedckpt/layers/README.md", "parallelize_module"): "test_readme.py",
     ("fusedckpt/layers/README.md", "fusedckpt.explain("): "blocks/test_shown.py",

@@ -8,8 +8,10 @@ ROOT = Path(__file__).parents[2]
 
 
 LIBRARIES = {"transformers", "accelerate", "axolotl", "lightning", "torchtitan", "peft"}
+LIBRARIES |= {"llamafactory", "swift"}
 # a library's module, and those of libraries that it needs itself
-BUILT_ON = {"fusedckpt.integrations.axolotl": {"fusedckpt.integrations.transformers"}}
+_TRAINER = {"fusedckpt.integrations.transformers"}
+BUILT_ON = {f"fusedckpt.integrations.{name}": _TRAINER for name in ("axolotl", "swift")}
 
 
 def imported(node):
