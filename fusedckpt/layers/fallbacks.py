@@ -132,6 +132,10 @@ WORDS = {
         _CHECKPOINT,
     ),
     "differs": ("{}", "report it as a bug, or pass verify=False to take it all the same"),
+    "other values": (
+        "a second run of its forward gives other values than the first",
+        "write to no tensor through .data, NumPy or an address",
+    ),
     "check dtype": ("it does not run in {}, the dtype of the check", "pass verify=False"),
     # experts
     "experts": (

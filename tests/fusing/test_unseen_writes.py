@@ -167,3 +167,23 @@ def test_writes_between_two_readers(write):
     fusedckpt.fuse(ours)
     with pytest.raises(CheckpointError, match="writes there without a version"):
         gradients(ours, randn(T, D))
+
+
+class Scaled(nn.Module):
+    """An MLP behind a norm that scales its input by `.data`, so that a second run scales it twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up = nn.LayerNorm(D), nn.Linear(D, 2 * D)
+
+    def forward(self, x):
+        x = x * 1.0
+        y = self.up(self.norm(x))
+        x.data.mul_(3)
+        return y
+
+
+def test_a_module_whose_check_finds_another_recompute_is_left():
+    model = nn.Sequential(Scaled(), nn.ReLU(), nn.Linear(2 * D, D))
+    report = fusedckpt.fuse(model)
+    assert "0" not in report.swapped
