@@ -310,6 +310,15 @@ COLUMNS: Columns = {
 }
 
 
+def title_of(row: Row) -> str:
+    """Return the model of a row, and how much larger than the median its largest channel is."""
+    return (
+        f"{row['case']}: {row['layers']} layers of {row['dim']}; the largest channel is "
+        f"{row['hottest_at_start']:.1f} x the median one at the input, up to "
+        f"{row['hottest']:.1f} x behind"
+    )
+
+
 def options(add: Options) -> None:
     """Add the options."""
     add.add_argument("--case", help="one case", choices=CASES, default=None)
@@ -328,14 +337,8 @@ def run(chosen: Namespace) -> int:
         rows = measured(name, chosen, data, facts)
         if chosen.out is not None:
             append(rows, chosen.out / FILE)
-        row = rows[0]
-        title = (
-            f"{name}: {row['layers']} layers of {row['dim']}; the largest channel is "
-            f"{row['hottest_at_start']:.1f} x the median one at the input, up to "
-            f"{row['hottest']:.1f} x behind"
-        )
         notes = sources([rows])
-        if row["losses"]:
-            notes.insert(0, f"trained for {row['steps']} steps to {row['losses'][-1]:.2f}")
-        show(title, COLUMNS, rows, notes)
+        if losses := rows[0]["losses"]:
+            notes.insert(0, f"trained for {rows[0]['steps']} steps to {losses[-1]:.2f}")
+        show(title_of(rows[0]), COLUMNS, rows, notes)
     return 0

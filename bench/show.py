@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import changes
+from bench import changes, rounding
 from bench.options import FRACTION, Options
 from bench.results import (
     Row,
@@ -306,6 +306,8 @@ def _notes(rows: Rows) -> Iterator[str]:
 
 def show_rows(rows: Rows, notes: Sequence[str] = (), markdown: bool = False) -> None:
     """Print the rows of a case: a line for each that was measured, below why others were not."""
+    if rows[0]["command"] == "rounding":
+        return show(rounding.title_of(rows[0]), rounding.COLUMNS, rows, notes, markdown=markdown)
     measured = [row for row in rows if row["failure"] is None]
     lines = [*_notes(rows), *notes]
     show(title(rows[0]), columns_of(rows), measured, lines, markdown=markdown)

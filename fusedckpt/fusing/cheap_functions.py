@@ -107,7 +107,7 @@ _NAMED = [
     for space, named in ((space, _named_in(space)) for space in (torch, F, Tensor))
 ]
 # methods that Tensor has from its base
-_INHERITED = frozenset(_named_in(torch._C.TensorBase)) - frozenset(vars(Tensor))
+_INHERITED = frozenset(_named_in(Tensor.__base__)) - frozenset(vars(Tensor))
 
 
 def is_any_replaced() -> bool:

@@ -124,6 +124,7 @@ PUBLIC = {
 FOREIGN = {
     *("_getframe", "_gradient_checkpointing_func", "_attn_implementation"),
     *("_experts_implementation", "_apply_gate", "_bit_generator"),
+    *("_local_mapping", "_global_mapping"),
 }
 
 

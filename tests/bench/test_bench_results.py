@@ -116,7 +116,12 @@ def test_figures_are_drawn_from_files(tmp_path, capsys):
 def test_committed_results_can_be_drawn_and_compared(tmp_path, monkeypatch, capsys):
     # in a few dots
     monkeypatch.setitem(figures.STYLE, "savefig.dpi", 20)
+    # errors alone are in one
+    errors = RESULTS / "rounding-cpu.jsonl"
+    assert main(["show", str(errors)]) == 0
+    assert "above 2" in capsys.readouterr().out
     paths = [*RESULTS.glob("*.jsonl"), RESULTS / "cpu/memory.jsonl"]
+    paths.remove(errors)
     assert len(paths) == 6
     for path in paths:
         assert main(["show", "--plot", str(path), f"--out={tmp_path}"]) == 0

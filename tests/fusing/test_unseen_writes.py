@@ -170,7 +170,7 @@ def test_writes_between_two_readers(write):
 
 
 class Scaled(nn.Module):
-    """An MLP behind a norm that scales its input by `.data`, so that a second run scales it twice."""
+    """An MLP behind a norm that scales its input by `.data`: a second run scales it twice."""
 
     def __init__(self):
         super().__init__()
