@@ -37,9 +37,9 @@ def main() -> dict[str, tuple[Any, int, list[float]]]:
     ids = torch.cat((torch.full((2, 16), IMAGE), torch.randint(100, (2, 48))), 1)
     labels, image = ids.masked_fill(ids == IMAGE, -100), torch.randn(2, 3, 32, 32)
     batch = {"input_ids": ids, "labels": labels, "pixel_values": image}
-    skip, only = {"skip": "*vision_tower*"}, {"only": "model.language_model*"}
+    ways: Any = {"skip": {"skip": "*vision_tower*"}, "only": {"only": "model.language_model*"}}
     results = {}
-    for name, options in (("eager", None), ("skip", skip), ("only", only)):
+    for name, options in (("eager", None), *ways.items()):
         model = build()
         report = None if options is None else fusedckpt.fuse(model, **options)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)

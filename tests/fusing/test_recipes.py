@@ -199,7 +199,7 @@ def test_a_model_that_is_a_block_and_back():
     fusedckpt.fuse(ours, recompute_elementwise=True)
     fusedckpt.unfuse(ours)
     assert type(ours) is nn.Sequential
-    with pytest.raises(TypeError, match="recipes"):
+    with pytest.raises(TypeError, match="recompute_elementwise must be"):
         fusedckpt.fuse(model, recompute_elementwise="yes")
 
 
