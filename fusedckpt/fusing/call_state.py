@@ -22,6 +22,7 @@ from types import CellType, FunctionType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
@@ -116,6 +117,12 @@ class CallState:
         classes = dict[type, None]()
         for module in modules_in(self._module):
             kind = type(module)
+            if isinstance(module, ScriptModule):
+                # its members are in no dict, and code of Python replaces none
+                parameters += module.parameters(False)
+                for buffer in module.buffers(False):
+                    buffers.append(Buffer(kind, buffer, versions_of(buffer)[0]))
+                continue
             classes[kind] = None
             contents = vars(module).copy()
             members = []

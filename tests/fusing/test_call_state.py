@@ -479,3 +479,33 @@ def test_saves_nothing_where_nothing_needs_a_gradient(kind):
     with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x):
         model(torch.randn(2, T, module.out.out_features, device=DEVICE))
     assert packed == []
+
+
+class WithScript(nn.Module):
+    """An attention with a child that TorchScript has compiled, which counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.norm = torch.jit.script(nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        y = nn.functional.scaled_dot_product_attention(q, k, v)
+        return self.norm(y.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_child_of_torchscript_runs_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(WithScript(), nn.LayerNorm(8))
+    eager = copy.deepcopy(model[0].qkv), copy.deepcopy(model[1])
+    fuse(model)
+    x = torch.randn(2, 5, 8)
+    for step in range(1, 4):
+        model(x).square().sum().backward()
+        assert int(model[0].norm.num_batches_tracked) == step
+    q, k, v = eager[0](x).chunk(3, -1)
+    y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+    y = eager[1](nn.functional.batch_norm(y, None, None, torch.ones(8), training=True).mT)
+    y.square().sum().backward()
+    torch.testing.assert_close(model[0].qkv.weight.grad / 3, eager[0].weight.grad)
