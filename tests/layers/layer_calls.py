@@ -161,7 +161,7 @@ BY_NAME = {
     **{"add_layer_norm": LAYER | ADDED, "mlp": MLP, "gated_mlp": GATED},
     "norm_linear": PROJECTIONS,
     "prefetch_recompute": {"outputs": X},
-    "paths": {"device": DEVICE, "dtype": torch.float32},
+    "backends": {"device": DEVICE, "dtype": torch.float32},
 }
 ONE = {"x": X, "weights": [t(F, D)]}
 RMS = "kind eps offset cast"
