@@ -336,5 +336,7 @@ def _recall(reference: weakref.ref[Segment], place: int, products: Tensors) -> T
 def is_plain_call() -> bool:
     """Whether nothing is saved for backward here, or torch.func or forward-mode AD is at work."""
     is_transformed = private.are_transforms_active() or private.forward_level() >= 0
+    if is_transformed or not torch.is_grad_enabled():
+        return True
     # a trace runs no backward, and checks itself by running again; torch.compile reads this, too
-    return is_transformed or not torch.is_grad_enabled() or torch.jit.is_tracing()
+    return torch.jit.is_tracing()  # type: ignore[reportPrivateImportUsage]
