@@ -32,8 +32,23 @@ _ALLOCATIONS = frozenset(
 
 
 def flop_counter() -> FlopCounterMode:
-    """Return torch's counter, for attention and grouped GEMMs on a CPU, too."""
-    return FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    """Return torch's counter, for attention and grouped GEMMs on a CPU, too.
+
+    It follows no modules: hooks on their results would let layers that share recipes save them.
+    """
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    counter.mod_tracker = _NoModules()  # type: ignore[reportAttributeAccessIssue]  # what it calls
+    return counter
+
+
+class _NoModules:
+    """Takes the place of the modules that torch's counter follows."""
+
+    parents = frozenset(("Global",))
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class StepWork(NamedTuple):
