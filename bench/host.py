@@ -38,7 +38,7 @@ from fusedckpt.checkpointing import samples
 FILE = "host.jsonl"
 # transformers' layer of a Llama, and ways of training it: beside the cases of functions
 LAYER = "llama_layer"
-# whose widths it has, attention and all
+# the case of the same widths, attention included
 LIKE = "decoder_layer"
 # an H100's peak in bfloat16, of which GEMMs reach so much, and its memory
 TFLOPS = 593

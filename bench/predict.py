@@ -1,4 +1,4 @@
-"""Predict the time of kernels from what they move and execute: predicted, not measured.
+"""Predict the time of kernels from their bytes and instructions: predicted, not measured.
 
 Kernels are compiled for an A100 and an H100 that are not there; two programs of each launch run in
 the tests' PTX emulator, which counts bytes and instructions. A launch takes a fixed time, and then
@@ -183,7 +183,7 @@ def logits_backward(m: int, n: int) -> None:
 
 
 def unpacked(m: int, n: int) -> None:
-    """Launch what makes 16 bits a value of nine."""
+    """Launch the kernel that makes 16 bits a value of nine."""
     packed = meta(int8.packed_nbytes(m, n), dtype=torch.int8)
     int8.unpack_int8(packed, meta(m, n), "triton")
 

@@ -1,4 +1,4 @@
-"""Compare the errors of gradients whose checkpoints keep their inputs in fewer bits.
+"""Compare the errors of gradients where checkpoints keep their inputs in fewer bits.
 
 A small Llama in bfloat16, each layer in a checkpoint: the forward is exact, and backward recomputes
 a layer from its input as it was kept. The error of a parameter's gradient against float64, over
@@ -36,7 +36,7 @@ from fusedckpt.kernels import int8
 from fusedckpt.reporting.progress import progress
 
 FILE = "rounding.jsonl"
-# what a text has besides: bytes
+# the text is read as bytes
 VOCABULARY = 256
 LIMIT = 2.0
 
@@ -148,7 +148,7 @@ FORMATS: Mapping[str, Format] = {
 
 
 class Case(NamedTuple):
-    """A model: what is changed of it."""
+    """A model, and the changes to its channels and tokens."""
 
     layers: int = 8
     seed: int = 1

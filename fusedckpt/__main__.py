@@ -137,10 +137,10 @@ def _split(names: str) -> list[str]:
 
 def _print_estimates(made: MadeModel) -> None:
     eager = made.estimated()
-    found = fusedckpt.fuse(made.model)
+    report = fusedckpt.fuse(made.model)
     fused = made.estimated()
     head = f"Estimate of a training step of {eager.model}, {made.inputs}; nothing was allocated"
-    print(found, f"{head}\n{compared({'eager': eager, 'fused': fused})}", fused, sep="\n\n")
+    print(report, f"{head}\n{compared({'eager': eager, 'fused': fused})}", fused, sep="\n\n")
 
 
 def _parser(command: str, description: str | None) -> argparse.ArgumentParser:

@@ -37,7 +37,7 @@ from .runtime import (
     triton,
 )
 
-# columns of a group whose rows stay in registers
+# columns of a group with rows that stay in registers
 MAX_GROUP = 8192
 # elements of a tile; backward takes more, so that few rows of sums are written
 TILE = 2048

@@ -1,4 +1,4 @@
-"""A kernel whose later launches skip Triton's search for the compiled code.
+"""Kernels with later launches that skip Triton's search for the compiled code.
 
 At every launch Triton binds and specializes all arguments and looks the compiled code up by a long
 string: 9 us of the host on one core, where the launch alone takes 1.5. Compiled code depends on
@@ -106,11 +106,10 @@ class Kernel(JITFunction):
             return kernel
         x, y, z = (*grid, 1, 1)[:3]
         stream = _current_stream(device)
-        launch.run(
-            *(x, y, z, stream, launch.function, launch.metadata, None, None, None),
-            *args,
-            *launch.constants,
-        )
+        # without hooks of a profiler, and their metadata
+        no_hooks = (None, None, None)
+        function, metadata = launch.function, launch.metadata
+        launch.run(x, y, z, stream, function, metadata, *no_hooks, *args, *launch.constants)
         return None
 
     def _remember(

@@ -2,7 +2,7 @@
 
 A row has two or four parts, and as many programs read all of it; each writes dx of one part and
 keeps its sums of dw and db. Memory is read once, as the programs of a row run at the same time, and
-who is behind finds the row in the L2 cache. A row longer still, misaligned, or LayerNorm's in
+the later one finds the row in the L2 cache. A row longer still, misaligned, or LayerNorm's in
 float32 takes two kernels: one for four numbers of each row, one for dx, dw and db by blocks of
 columns.
 """

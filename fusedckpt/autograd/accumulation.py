@@ -133,7 +133,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def is_marked(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter whose gradient is added up in float32."""
+    """Whether a tensor is a parameter with a gradient that is added up in float32."""
     return is_used and _SUMS_MARK in vars(tensor)
 
 

@@ -41,26 +41,33 @@ _LEAF = torch.empty(0)
 class Known(weakref.ref[Tensor]):
     """The entry of a storage's content; a weak reference to the tensor that had it."""
 
-    # of the tensor, when it had it
+    # the tensor's version when it had the content
     version: int
+    # its dtype then
     dtype: torch.dtype
-    # the tensor's maker, None for a function; how it is made again; parameters that this reads
+    # the tensor's maker, None for a function
     maker: str | None = None
+    # returns the recipe
     source: Source | None = None
+    # parameters that the recipe reads
     parameters: Sequence[Tensor | None] = ()
+    # their versions
     versions: tuple[int, ...] = ()
-    # a weak reference to its recipe, and the tensor's place among the recipe's results
+    # a weak reference to the recipe
     made: Callable[[], Leaf | Made | None] = NoneType
+    # the tensor's place among the recipe's results
     place = 0
-    # the tracker whose functions read the recipe, by a weak reference, and the recipe, which is
-    # kept while that follows a forward; whether this reads copies of parameters
+    # a weak reference to the tracker with functions that read the recipe
     forward: Any = None
+    # the recipe, while that tracker follows a forward
     kept: Made | None = None
+    # whether the recipe reads copies of parameters
     has_copies = False
     # a weak reference to the leaf that these functions read, where they take it for saved
     leaf: Callable[[], Leaf | None] | None = None
-    # the last call that made the tensor or saved its recipe; a check of the tensor at a reader
+    # the last call that made the tensor or saved its recipe
     at: next_call.CallSite | None = None
+    # a check of the tensor at a reader
     check: Callable[[Tensor], None] | None = None
     # the entry of this content before
     older: Known | None = None

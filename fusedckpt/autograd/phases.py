@@ -127,7 +127,7 @@ _STOCK_FORWARD = _Stock(PhaseLevels("inputs", "inputs"))
 def current() -> SavePhase | None:
     """Return the phase in which a layer called here runs; None for no checkpoint.
 
-    Grad mode must be the caller's. A compiled checkpoint decides itself what is recomputed.
+    Grad mode must be the caller's. A compiled checkpoint decides itself about recomputes.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not private.SEES_HOOKS:
         return None
@@ -176,7 +176,7 @@ def uncounted() -> Iterator[Callable[[Tensor], Any] | None]:
 
 
 def with_own_hooks(run: Callable[[Any], Any], otherwise: Callable[[], Any]) -> Any:
-    """Return run(count), which may set hooks on what it saves; count: a hook that counts, or None.
+    """Return run(count), which may set hooks on saved tensors; count: a hook that counts, or None.
 
     Return otherwise() where hooks take the saved tensors: hooks are set only on tensors saved
     without.

@@ -434,7 +434,7 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     _probe("_global_backward_pre_hooks", {}, _MODULE_FILE),
     _probe("_global_backward_hooks", {}, _MODULE_FILE),
 )
-# packages whose hooks on all modules, and function modes, change no result
+# packages with hooks on all modules, and function modes, that change no result
 KNOWN_PACKAGES = "torch.", "fusedckpt."
 
 

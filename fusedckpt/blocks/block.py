@@ -237,7 +237,7 @@ def _operands_of(layer: LinearLayer, x: Tensor, between: Sequence[Any], linears:
 def _adapted(
     layer: LinearLayer, names: tuple[LinearNames, ...], parts: Sequence[LinearParts]
 ) -> Operands:
-    """Return a layer whose record describes the parts of its linears, and their tensors."""
+    """Return a layer with a record of the parts of its linears, and their tensors."""
     described = list[LinearParts]()
     tensors = list[Any]()
     dense = list[Any]()

@@ -1,7 +1,7 @@
 """A schedule: kernel calls in order, as a graph that is compiled to a Python function.
 
 The function frees each tensor after its last reader. Printed, a schedule is one line a call, with
-the tensors whose memory nothing reads after it:
+the tensors that nothing reads after it:
 
     d_down_weight = mm(d_y.t(), h)                                         frees h
 

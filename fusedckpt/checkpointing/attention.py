@@ -46,7 +46,9 @@ class _Place(NamedTuple):
     table: MutableMapping[str, Any]
     # its name there
     name: str
+    # the function
     fn: Any
+    # the region that takes its place
     region: Any
     # the dict of a class where the function is found as long as the table has no such name
     below: dict[str, Any] | None = None
@@ -127,11 +129,11 @@ def _attention_of_torch(fn: Any) -> Any:
 def _attention() -> Iterator[_Place]:
     name = "scaled_dot_product_attention"
     yield _Place(_TORCH, name, _TORCH[name], _attention_of_torch(_TORCH[name]))
-    own, below = _interface()
-    for name in {**(below or {}), **own}:
-        fn = own[name] if name in own or below is None else below[name]
+    table, below = _interface()
+    for name in {**(below or {}), **table}:
+        fn = table[name] if name in table or below is None else below[name]
         if name not in _NO_REGIONS:
-            yield _Place(own, name, fn, _as_region(fn, NAME), None if name in own else below)
+            yield _Place(table, name, fn, _as_region(fn, NAME), None if name in table else below)
     for module in filter(None, map(sys.modules.get, _FLASH)):
         for name, fn in [*vars(module).items()]:
             # its Functions, as models import its functions by name
@@ -143,15 +145,16 @@ def _interface() -> tuple[MutableMapping[str, Any], dict[str, Any] | None]:
     """Return transformers' table of attention, and the one of its class, which is below it."""
     library = sys.modules.get("transformers.modeling_utils")
     interface: Any = getattr(library, "ALL_ATTENTION_FUNCTIONS", {})
-    own: Any = getattr(interface, "_local_mapping", None)
+    table: Any = getattr(interface, "_local_mapping", None)
     below: Any = getattr(type(interface), "_global_mapping", None)
     # dicts, where they are known: its own methods are slow
-    return (own, below) if type(own) is dict and type(below) is dict else (interface, None)
+    are_dicts = type(table) is dict and type(below) is dict
+    return (table, below) if are_dicts else (interface, None)
 
 
 def _num_attention() -> int:
-    own, below = _interface()
-    return len(own) + len(below or ())
+    table, below = _interface()
+    return len(table) + len(below or ())
 
 
 def _scans() -> Iterator[_Place]:

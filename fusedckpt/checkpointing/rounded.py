@@ -53,7 +53,7 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 class RoundedArgument(Argument):
-    """An argument whose values wait for backward in nine bits.
+    """An argument that waits for backward in nine bits a value.
 
     save: saves the bytes.
     """
@@ -88,11 +88,15 @@ class _Rounded(NamedTuple):
 
     # codes and scales
     packed: Argument
-    # of the tensor
+    # the dtype of the tensor
     dtype: torch.dtype
+    # the number of its elements
     numel: int
+    # its sizes
     shape: torch.Size
+    # its strides
     stride: tuple[int, ...]
+    # raises where the tensor was written since
     written: VersionCheck
 
 

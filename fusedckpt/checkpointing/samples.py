@@ -113,14 +113,14 @@ class Gather:
         # memory of nothing is freed between uses
         if not is_known or not count or not local.untyped_storage().nbytes():
             return None
-        own = local.stride()
-        elements = _line_of(local, index, own, strides or own)
+        layout = local.stride()
+        elements = _line_of(local, index, layout, strides or layout)
         version = None if local.is_inference() else local._version
         self._waiting[index] = _Waiting(local, elements, version)
         self._bytes += count * local.itemsize
         if self._bytes > self.room:
             self.take()
-        return own
+        return layout
 
     def drop(self, index: int) -> None:
         """Drop the tensor at an index, if it waits."""
@@ -154,14 +154,16 @@ class Gather:
         }
 
 
-def _line_of(tensor: Tensor, number: int, own: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
+def _line_of(
+    tensor: Tensor, number: int, layout: tuple[int, ...], strides: tuple[int, ...]
+) -> Tensor:
     """Return 64 elements of a tensor as a view of its memory, others for another number.
 
-    own: the tensor's strides; strides: of the forward's tensor. Where those leave gaps in memory,
-    or this tensor has others, the elements are a copy, by one kernel.
+    layout: the tensor's strides; strides: of the forward's tensor. Where those leave gaps in
+    memory, or this tensor has others, the elements are a copy, by one kernel.
     """
     count = tensor.numel()
-    is_same = own == strides
+    is_same = layout == strides
     if not (is_same and tensor.is_contiguous()) and not is_dense(tensor.shape, strides):
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         # a tensor made in a capture lives in the graph's memory

@@ -8,7 +8,7 @@ gradients, or in attributes: here a buffer is any of these, an attribute if it i
 Which buffers a module's forward writes is learned in its first call: the small ones are copied
 before it, and versions tell afterwards; on a CPU their values do, too, as code may write to
 `.data`. Later calls copy those alone, and where there are none, they do no more than look that up.
-A recompute gets copies in place of the buffers, so that what it writes changes no buffer.
+A recompute gets copies in place of the buffers, so that its writes change no buffer.
 BatchNorm's statistics are not read in training, and not copied.
 """
 
@@ -62,7 +62,7 @@ class BufferPlace(NamedTuple):
 
 # whether a module trains, and the code of the function that calls it, None for the module itself
 _Key = tuple[bool, Any]
-# classes of torch whose buffers are statistics
+# classes of torch with statistics as buffers
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,

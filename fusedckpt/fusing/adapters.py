@@ -152,7 +152,7 @@ def _difference_from_lora(lora: Any, name: str, parts: list[Any]) -> str | None:
     scale = lora.scaling[name]
     is_real = type(scale) in (float, int) or isinstance(scale, Real)
     if not (is_real and math.isfinite(scale)):
-        return "an adapter whose scale is not a finite number"
+        return "an adapter with a scale that is not a finite number"
     return None if type(dropout) in (nn.Dropout, nn.Identity) else f"a {type(dropout).__name__}"
 
 

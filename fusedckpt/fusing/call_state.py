@@ -254,7 +254,7 @@ class RestoredState:
 
     def __enter__(self) -> None:
         state = self._state
-        # what is now
+        # the present state
         self._present = list[_Contents]()
         self._classes = [(noted.module, type(noted.module)) for noted in state.modules]
         self._flags = state.flags_to_change()
@@ -295,8 +295,11 @@ def modules_in(module: nn.Module) -> list[nn.Module]:
 @lru_cache(1 << 12)
 def _own_names(names: tuple[str, ...]) -> Sequence[str]:
     """Return those of a module's attributes that are its own: not every module's, and not ours."""
-    own = [name for name in names if name not in private.MODULE_ATTRIBUTES]
-    return [name for name in own if not name.startswith(_OURS)]
+    return [
+        name
+        for name in names
+        if name not in private.MODULE_ATTRIBUTES and not name.startswith(_OURS)
+    ]
 
 
 def _with_state(values: Sequence[Any]) -> list[Any]:

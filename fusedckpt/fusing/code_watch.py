@@ -19,7 +19,7 @@ from fusedckpt.fusing.outside_state import OutsideState
 _PURE = ("beartype", "einops", "filelock", "fsspec", "jaxtyping", "jinja2", "markupsafe", "mpmath")
 _PURE += ("networkx", "opt_einsum", "optree", "packaging", "setuptools", "sympy", "typeguard")
 _PURE += ("typing_extensions",)
-# packages whose functions are taken as they are
+# packages with functions that are taken as they are
 LIBRARIES = sys.stdlib_module_names | {
     "builtins",
     "torch",
@@ -28,9 +28,9 @@ LIBRARIES = sys.stdlib_module_names | {
     "fusedckpt",
     *_PURE,
 }
-# modules of Python's library whose functions return something else each time
+# modules of Python's library that return something else each time
 CHANGING = frozenset(("datetime", "os", "posix", "nt", "secrets", "threading", "time", "uuid"))
-# whose functions read `os.environ` for others
+# modules that read `os.environ` for others
 _MAPPINGS = ("os", "_collections_abc", "collections.abc")
 # functions of `os` that read the environment, and those that they call
 _OF_ENVIRONMENT = frozenset(
@@ -40,7 +40,7 @@ _OF_ENVIRONMENT = frozenset(
 
 
 def is_library(name: str | None) -> bool:
-    """Whether a module's name is that of a library whose functions are taken as they are."""
+    """Whether the functions of a library, by its module's name, are taken as they are."""
     name = name or ""
     # of the functions that a named tuple gets
     return name.startswith("namedtuple_") or name.partition(".")[0] in LIBRARIES

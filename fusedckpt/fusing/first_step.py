@@ -62,7 +62,7 @@ class Waiting:
 
     # the level of the call of `fuse`
     save: str
-    # tells what is found
+    # prints the modules that are found
     report: FuseReport
     # the names of the modules, in order
     names: dict[str, None]
@@ -280,7 +280,7 @@ def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) ->
     obstacle = _obstacle(module, args)
     if obstacle is None:
         is_empty = _is_empty((args, kwargs))
-        # what one rank has no rows for, others have
+        # another rank may have rows for a module that has none on this one
         if is_empty and ranks is None:
             return run(*args, **kwargs)
     else:
@@ -333,7 +333,7 @@ class _SavedInRun(NamedTuple):
 
 
 class _SecondRun(NamedTuple):
-    """A second run of a module, whose result the step goes on with."""
+    """A second run of a module: the step continues with its result."""
 
     output: Any
 

@@ -72,7 +72,7 @@ def mixers_in_run(
 
 
 def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of modules, and of their layers, whose code writes to tensors."""
+    """Yield the parameters of modules with code that writes to tensors, and of their layers."""
     for module in model.modules():
         if writes(type(module)):
             for part in (module, *module.children()):
@@ -208,7 +208,7 @@ class _CopyObserver(RunObserver):
 
     def __init__(self, swapped: Collection[nn.Module]) -> None:
         super().__init__(swapped)
-        # modules whose own operations save much
+        # modules with own operations that save much
         self.heavy: set[nn.Module] = set()
         # modules whose operations do not, or that do not give the same in a second run
         self._light: set[nn.Module] = set()

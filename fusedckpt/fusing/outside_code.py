@@ -427,7 +427,7 @@ def _python_module(value: Any) -> str:
 
 
 def _is_constant(kind: type) -> bool:
-    """Whether objects of a class of a library do not change what a forward computes."""
+    """Whether objects of a class of a library do not change the result of a forward."""
     return kind.__name__ in _CONSTANT or kind.__module__.partition(".")[0] in _OF_CONSTANTS
 
 

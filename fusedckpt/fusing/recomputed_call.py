@@ -71,7 +71,7 @@ class RepeatableForward:
         return result
 
     def _run_first(self, args: Sequence[Any]) -> Any:
-        """Run the forward, and save its tensors as ever if it writes what has no copy."""
+        """Run the forward, and save its tensors as ever if it writes a tensor without a copy."""
         phase = phases.current()
         segment = phase if isinstance(phase, Segment) and phase.calls[-1].fn is self else None
         if segment is not None:
@@ -111,7 +111,7 @@ def recomputed_call(
         draws_torch: whether the forward may draw random numbers of torch.
         draws_python: whether it may draw random numbers of Python.
     """
-    # torch.compile's own checkpoint keeps what the function reads
+    # torch.compile's own checkpoint keeps the tensors that the function reads
     is_compiled = torch.compiler.is_compiling()
     fn = forward if is_compiled and not names else RepeatableForward(module, forward, args, names)
     options = Options(

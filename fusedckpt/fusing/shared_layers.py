@@ -8,7 +8,7 @@ stays until then.
 
 The layer's own forward runs, on the same tensors; hooks on saved tensors do the rest. Functions
 that an activation calls save recipes as in `recipe_mode`; those that draw random numbers, or that
-are not known, save what they always saved. A module that reads anything else runs as it did.
+are not known, save the same tensors as before. A module that reads anything else runs as it did.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
             problem = _problem(results, _dtype_of(module), scale)
             if problem is not None and scale > 1:
                 # most gates are shut there or at their limit: one that is neither may decide all,
-                # and whose sum was rounded better is luck
+                # and the better rounded sum is luck
                 truth_dtype = _truth_dtype(swap, draw(0), _device_of(module))
                 _raise_to_roundings(results, module, draw, truth_dtype)
                 problem = _problem(results, _dtype_of(module), scale)

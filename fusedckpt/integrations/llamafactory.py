@@ -26,7 +26,7 @@ from fusedckpt.fusing.fuser import fuse
 
 __all__ = ["register_kernel"]
 
-# its own, whose level it sets
+# LLaMA-Factory's logger, with the level that it sets
 logger = logging.get_logger()
 
 

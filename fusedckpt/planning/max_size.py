@@ -70,22 +70,22 @@ class MaxSizes:
     slack: float
     # the class of the optimizer, "" without one
     optimizer: str
-    # by way and card
-    found: tuple[MaxSize, ...]
+    # the largest inputs by way and card
+    largest: tuple[MaxSize, ...]
     # ways that the model does not take, and why
     left: Mapping[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts."""
-        return asdict(self) | {"found": [asdict(x) for x in self.found]}
+        return asdict(self) | {"largest": [asdict(x) for x in self.largest]}
 
     def size_of(self, way: str, card_bytes: int) -> int:
         """Return the largest size of a way on a card."""
-        return next(x.size for x in self.found if (x.way, x.card_bytes) == (way, card_bytes))
+        return next(x.size for x in self.largest if (x.way, x.card_bytes) == (way, card_bytes))
 
     def __str__(self) -> str:
-        cards = [*dict.fromkeys(x.card_bytes for x in self.found)]
-        ways = [*dict.fromkeys(x.way for x in self.found)]
+        cards = [*dict.fromkeys(x.card_bytes for x in self.largest)]
+        ways = [*dict.fromkeys(x.way for x in self.largest)]
         rows = [(way, *(f"{self.size_of(way, card):,}" for card in cards)) for way in ways]
         rows += [(way, *("-" for _ in cards)) for way in self.left]
         optimizer = f", {self.optimizer}" if self.optimizer else ""
@@ -146,7 +146,7 @@ def _checkpoints(offload: bool, model: nn.Module) -> None:
         checkpoint_module(block, offload=offload)
 
 
-# by name, what is done to a model
+# the change to a model, by name
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "eager": lambda model: None,
     "torch checkpoint": _torch_checkpoints,
@@ -207,19 +207,7 @@ def find_max_size(
             numbers, see `estimate`.
     """
     limits = [bytes_of(_NAME, card, torch.device("cpu")) for card in cards]
-    if not limits:
-        raise ValueError(f"{_NAME}: expected at least one card, got {cards!r}")
-    if grows not in _NOUNS:
-        raise ValueError(f"{_NAME}: grows must be one of {', '.join(_NOUNS)}, got {grows!r}")
-    arguments.integer(_NAME, "step", step, least=1)
-    if unknown := [way for way in ways if way not in WAYS]:
-        raise ValueError(f"{_NAME}: expected ways among {', '.join(WAYS)}, got {unknown[0]!r}")
-    if not 0.0 <= slack < 1.0:
-        raise ValueError(f"{_NAME}: slack must be from 0.0 to below 1.0, got {slack}")
-    if grows == "factory" and not inspect.signature(factory).parameters:
-        raise ValueError(
-            f"{_NAME}: the factory takes no size: let it take one, or say grows='seq' or 'batch'"
-        )
+    _check(factory, limits, grows, step, ways, slack)
     sizes = {"batch": batch, "seq": seq}
 
     def make(size: int) -> MadeModel:
@@ -227,14 +215,11 @@ def find_max_size(
         calls = functools.partial(factory, size) if grows == "factory" else factory
         return made_on_meta(_NAME, calls, **grown, dtype=dtype, optimizer=optimizer)
 
-    found: list[MaxSize] = []
+    first = make(step)
+    largest: list[MaxSize] = []
     left: dict[str, str] = {}
-    inputs = ""
-    name = ""
     for way in ways:
         trained = make(step)
-        inputs = trained.inputs
-        name = type(trained.model).__name__
         try:
             WAYS[way](trained.model)
         except NotApplicable as reason:
@@ -251,17 +236,43 @@ def find_max_size(
             return made.estimated(torch.device(device), accumulate=accumulate).peak_bytes
 
         peaks = Peaks(peak, step)
-        found += [_largest(peaks, way, card, slack) for card in limits]
+        largest += [_largest(peaks, way, card, slack) for card in limits]
     return MaxSizes(
-        model=name,
-        inputs=inputs,
+        model=type(first.model).__name__,
+        inputs=first.inputs,
         grows=grows,
         step=step,
         slack=slack,
         optimizer=optimizer or "",
-        found=tuple(found),
+        largest=tuple(largest),
         left=left,
     )
+
+
+def _check(
+    factory: Callable[..., Any],
+    limits: Sequence[int],
+    grows: str,
+    step: int,
+    ways: Sequence[str],
+    slack: float,
+) -> None:
+    """Refuse wrong arguments before any model is made."""
+    if not limits:
+        raise ValueError(f"{_NAME}: expected at least one card")
+    if grows not in _NOUNS:
+        raise ValueError(f"{_NAME}: grows must be one of {', '.join(_NOUNS)}, got {grows!r}")
+    arguments.integer(_NAME, "step", step, least=1)
+    if unknown := [way for way in ways if way not in WAYS]:
+        raise ValueError(f"{_NAME}: expected ways among {', '.join(WAYS)}, got {unknown[0]!r}")
+    if not ways:
+        raise ValueError(f"{_NAME}: expected at least one way")
+    if not 0.0 <= slack < 1.0:
+        raise ValueError(f"{_NAME}: slack must be from 0.0 to below 1.0, got {slack}")
+    if grows == "factory" and not inspect.signature(factory).parameters:
+        raise ValueError(
+            f"{_NAME}: the factory takes no size: let it take one, or say grows='seq' or 'batch'"
+        )
 
 
 class Peaks:
@@ -280,7 +291,7 @@ class Peaks:
 
 
 def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
-    """Return the largest size whose peak fits a card."""
+    """Return the largest size with a peak that fits a card."""
     limit = int(card * (1.0 - slack))
     most = max(1, _MOST_ITEMS // peaks.step)
     low = 0
@@ -333,8 +344,8 @@ def _crossing(points: Sequence[tuple[int, int]], limit: int) -> int | None:
 
 def draw_sizes(sizes: MaxSizes, path: str | Path) -> None:
     """Write the figure in the format that the path's ending names."""
-    cards = [*dict.fromkeys(x.card_bytes for x in sizes.found)]
-    ways = [*dict.fromkeys(x.way for x in sizes.found)]
+    cards = [*dict.fromkeys(x.card_bytes for x in sizes.largest)]
+    ways = [*dict.fromkeys(x.way for x in sizes.largest)]
     with panel(path, "MaxSizes.plot") as (_, axes):
         height = 0.8 / len(cards)
         for index, card in enumerate(cards):

@@ -106,7 +106,7 @@ def _calls_of(step: Step, names: Sequence[str]) -> _UnitCalls:
 
 
 def _fullest(step: Step, names: Sequence[str], first: set[str]) -> _Draw:
-    """Return the draw whose step runs all units that the step of any draw runs."""
+    """Return the draw with a step that runs all units of the steps of all draws."""
     draws = [_Draw(step, nullcontext())]
     draws += [_Draw(step._replace(reseed=partial(_seed, i)), nullcontext()) for i in range(_DRAWS)]
     draws += [_extreme(step, number) for number in (_HIGHEST, 0.0)]

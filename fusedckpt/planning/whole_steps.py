@@ -92,6 +92,6 @@ def step_kind(step: Step) -> Any:
     """Return a key that steps which take the same time share."""
     tensors = [*step.parameters(), *step.inputs()]
     metas = tuple((x.shape, x.dtype, x.requires_grad, x.grad is None) for x in tensors)
-    # classes tell models apart that print the same, such as one whose functions save recipes
+    # classes tell models apart that print the same, such as one with recipes
     modes = tuple((type(module), module.training) for module in step.model.modules())
     return repr(step.model), modes, metas, step.device, torch.get_num_threads()

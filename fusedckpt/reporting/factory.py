@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fusedckpt.autograd import arguments, private_memory
+from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.autograd.private import pytree
 from fusedckpt.reporting.memory_report import MemoryReport
 from fusedckpt.reporting.meta_step import estimated
@@ -24,9 +25,11 @@ from fusedckpt.reporting.without_memory import META, MetaRun, on_meta
 class MadeModel:
     """A model without memory, and a training step of it."""
 
+    # the model, on the meta device
     model: nn.Module
     # dtypes and shapes of the inputs
     inputs: str
+    # a training step of the model
     step: Step
     # has the values of integers that the factory made
     run: MetaRun
@@ -58,7 +61,8 @@ class MadeModel:
             step.make_state(trained)
         self.model.zero_grad()
         if accumulate:
-            step = step._replace(gradients={p: torch.empty_like(p) for p in trained})
+            gradients = {p: torch.empty_like(p, dtype=gradient_dtype(p)) for p in trained}
+            step = step._replace(gradients=gradients)
         return estimated(step, self.run, device)
 
 

@@ -233,7 +233,7 @@ def report(
 
 
 class Run(Protocol):
-    """How a step runs whose memory is followed."""
+    """How a step with measured memory runs."""
 
     # knows the module whose forward runs
     modules: RunningModules
@@ -253,7 +253,7 @@ class Run(Protocol):
         ...
 
     def reading(self, gradients: Collection[int]) -> TimelineReading:
-        """Return what was seen; gradients: the addresses of those that the step left."""
+        """Return the timeline; gradients: the addresses of those that the step left."""
         ...
 
 
@@ -279,7 +279,7 @@ class ProfiledRun:
         self._profile = profiled(take, held[0].device)
 
     def reading(self, gradients: Collection[int]) -> TimelineReading:
-        """Return what was seen."""
+        """Return the timeline."""
         return read_timeline(self._profile, self._resident, gradients)
 
 

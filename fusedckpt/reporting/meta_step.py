@@ -31,7 +31,7 @@ from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, replaced
 from fusedckpt.state.holders import contents_of, put_back
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# elements of the largest buffer whose values a step may read
+# elements of the largest buffer with values that a step may read
 _MOST_OF_BUFFER = 2**16
 
 
@@ -144,7 +144,7 @@ class _RunOnMeta:
             ) from error
 
     def reading(self, gradients: Collection[int]) -> TimelineReading:
-        """Return what was seen."""
+        """Return the timeline."""
         return self._run.reading(gradients)
 
 
@@ -250,7 +250,7 @@ def _move_optimizer(optimizer: Optimizer, copies: MetaCopies, undo: ExitStack) -
 
 
 def _check_plain(model: nn.Module) -> None:
-    """Refuse models whose step is not that of their code on one device."""
+    """Refuse models that do more in a step than their code does on one device."""
     for name, module in model.named_modules():
         if private.compiled_call(module) is not None or private.COMPILED_CHILD in module._modules:
             raise ValueError(

@@ -306,7 +306,7 @@ def check_step(
 def _check_hooks(name: str, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers that step in hooks of parameters, unless the caller passes them.
 
-    A step would change parameters that nobody copied.
+    A step would change parameters that have no copy.
     """
     # by id of a hook, the optimizers that it has
     known: dict[int, list[Optimizer]] = {}

@@ -45,7 +45,7 @@ class Moment(NamedTuple):
     live_bytes: int
     # forward, backward or optimizer
     phase: str
-    # the module that runs, or whose nodes run in backward
+    # the module that runs, or with nodes that run in backward
     module: str
     # among the live bytes, those of gradients that the step makes and leaves
     gradient_bytes: int = 0

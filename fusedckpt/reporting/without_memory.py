@@ -29,7 +29,7 @@ META = torch.device("meta")
 _MOST_VALUES = 2**24
 # nor those of as many elements that nothing was written to: weights that are made so
 _MOST_UNWRITTEN = 2**16
-# ops whose result is no tensor
+# ops without a tensor as result
 _COMPARES = (torch.ops.aten.allclose.default, torch.ops.aten.equal.default)
 _ADD = torch.ops.aten.add.Tensor
 _EMPTY = torch.ops.aten.empty.memory_format
@@ -91,7 +91,7 @@ class MetaRun(TorchDispatchMode):
         getattr(self._reader, kind)(name)
 
     def reading(self, gradients: Collection[int] = ()) -> TimelineReading:
-        """Return what was counted; gradients: keys of the storages of gradients that stay."""
+        """Return the timeline; gradients: keys of the storages of gradients that stay."""
         return self._reader.reading(gradients)
 
     def set_value(self, tensor: Tensor, value: Tensor) -> None:

@@ -26,9 +26,9 @@ from torch.optim import Optimizer
 
 # data, of which a container may hold very much
 ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
-# the classes whose methods read and write the items of a subclass, too
+# classes with methods that read and write the items of a subclass, too
 _BUILT_IN: tuple[type, ...] = (OrderedDict, dict, list, deque, set)
-# classes of containers whose objects have no attributes
+# classes of containers without attributes
 PLAIN = frozenset((*_BUILT_IN, defaultdict, Counter))
 # containers that refer weakly to objects, in a dict or set `data`
 _WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet)

@@ -29,10 +29,10 @@ def test_the_answer_fits_a_measured_step_and_a_larger_one_does_not():
     sizes = fusedckpt.find_max_size(mlp, ["16MiB"], optimizer="SGD", **options)
     assert isinstance(sizes, MaxSizes)
     limit = 0.95 * 16 * MIB
-    found = {x.way: x for x in sizes.found}
-    assert found["eager"].size < found["fuse"].size
+    largest = {x.way: x for x in sizes.largest}
+    assert largest["eager"].size < largest["fuse"].size
     for way in ways[:2]:
-        answer = found[way]
+        answer = largest[way]
         assert answer.peak_bytes <= limit < answer.next_peak_bytes
         peaks = []
         for size in (answer.size, round(1.1 * answer.size)):
@@ -68,7 +68,7 @@ def test_gradients_that_exist_take_their_bytes():
     options = {"step": 64, "ways": ["eager"], "optimizer": None}
     parameters = sum(p.nbytes for p in mlp(1)[0].parameters())
     alone, accumulated = (
-        fusedckpt.find_max_size(mlp, [64 * MIB], accumulate=accumulate, **options).found[0]
+        fusedckpt.find_max_size(mlp, [64 * MIB], accumulate=accumulate, **options).largest[0]
         for accumulate in (False, True)
     )
     assert accumulated.size <= alone.size
