@@ -32,6 +32,20 @@ def step(call: Callable[..., Any], *args: Any, parameters: Any = (), seed: int =
     return [*(t.detach() for t in outputs), *grads, *states, torch.get_rng_state()]
 
 
+def run(blocks: Any, x: Tensor, call: Callable[..., Any], **options: Any) -> Tensor:
+    """Return the result of blocks in a row, each called by `call`, from one seed."""
+    torch.manual_seed(0)
+    h = x * 1
+    for block in blocks:
+        h = call(block, h, **options)
+    return h
+
+
+def grads(blocks: Any, x: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    """Return the gradients of a result of `run`."""
+    return torch.autograd.grad(y.square().sum(), [x, *blocks.parameters()], **options)
+
+
 def assert_as_plain(
     fn: Callable[..., Any],
     *args: Any,

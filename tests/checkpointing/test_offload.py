@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_same, no_gc
+from checkpoints import assert_same, grads, no_gc, run
 from fake_streams import RaceError, fake_device
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -56,18 +56,6 @@ def x():
 def device(monkeypatch):
     with fake_device(monkeypatch) as device:
         yield device
-
-
-def run(blocks, x, call, **options):
-    torch.manual_seed(0)
-    h = x * 1
-    for block in blocks:
-        h = call(block, h, **options)
-    return h
-
-
-def grads(blocks, x, y, **options):
-    return torch.autograd.grad(y.square().sum(), [x, *blocks.parameters()], **options)
 
 
 def both(blocks, x, call, **options):

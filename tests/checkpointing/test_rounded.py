@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_same, no_gc, stock
+from checkpoints import assert_same, grads, no_gc, run, stock
 from fake_streams import fake_device
 from support import DEVICE
 from torch import nn
@@ -72,18 +72,6 @@ def reference(fn, *args, **options):
     """Checkpoint a function whose recompute gets rounded arguments, by hooks of the caller's."""
     with saved_tensors_hooks(roundtrip, lambda saved: saved):
         return checkpoint(fn, *args, **options)
-
-
-def run(blocks, x, call, **options):
-    torch.manual_seed(0)
-    h = x * 1
-    for block in blocks:
-        h = call(block, h, **options)
-    return h
-
-
-def grads(blocks, x, y, **options):
-    return torch.autograd.grad(y.square().sum(), [x, *blocks.parameters()], **options)
 
 
 def pairs_of(found, expected):
