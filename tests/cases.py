@@ -223,17 +223,22 @@ BLOCKS = [
 ]
 
 
-def _head(function: str, bias: bool, **options: Any) -> Case:
+def _head(function: str, bias: bool, num_ids: int = 0, **options: Any) -> Case:
     """Losses of tokens, of which every third is ignored."""
 
     def call(module: Any, x: Tensor, weight: Tensor, *bias: Tensor) -> Any:
         # eighths are exact in every dtype
         numbers = (x.detach()[..., 0] * 8).long()
         target = torch.where(numbers % 3 == 2, -100, numbers % weight.shape[0])
-        return getattr(module, function)(x, weight, target, *bias, **options)
+        tensors = {}
+        if num_ids:
+            # some are ignored, some equal, some the target
+            ids = numbers[..., None] * torch.arange(num_ids, device=x.device) % weight.shape[0]
+            tensors["ids"] = torch.where(ids % 5 == 1, -100, ids)
+        return getattr(module, function)(x, weight, target, *bias, **tensors, **options)
 
     return Case(
-        f"{function}-{options.get('save', 'bias' if bias else 'plain')}",
+        f"{function}-{options.get('save', 'ids' if num_ids else 'bias' if bias else 'plain')}",
         partial(call, functional),
         partial(call, reference),
         lambda rows, d, f: [(*rows, d), (f, d), *([(f,)] if bias else [])],
@@ -245,6 +250,7 @@ HEADS = [
     _head("linear_cross_entropy", bias=True, chunks=2, **LOSS),
     _head("linear_cross_entropy", bias=False, save="preact", **LOSS),
     _head("token_logprobs", bias=False, scale=0.5, softcap=3.0, temperature=0.7, entropy=True),
+    _head("token_logprobs", bias=True, num_ids=5, softcap=3.0, entropy=True, chunks=2),
 ]
 EXPERTS = [
     _experts("chunked", 3, 2, bias=False, chunks=2),

@@ -105,6 +105,13 @@ def test_logprobs_need_no_logits():
     torch.testing.assert_close(ours[1:], logits[1:])
 
 
+def test_distillation_needs_no_logits():
+    logits, ours = example("distillation").main().values()
+    assert ours[0] < logits[0] / 10
+    torch.testing.assert_close(ours[1], logits[1])
+    assert ours[1] == sorted(ours[1], reverse=True)
+
+
 def test_an_optimizer_in_backward_keeps_no_gradients():
     (after, truth), (inside, losses) = example("optimizer_in_backward").main().values()
     assert losses == truth == sorted(losses, reverse=True)

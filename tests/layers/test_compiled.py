@@ -143,6 +143,7 @@ COMPILED = {
     *("add_rms_norm-torch", "norm_linear-layer-bias", "mlp-layer", "mlp-rms-chunks"),
     *("gated_mlp-rms-bias", "gated_mlp-gate-rms", "gated_mlp-preact-layer-chunks"),
     *("gated_mlp-packed-preact-chunks", "linear_cross_entropy-bias", "token_logprobs-plain"),
+    "token_logprobs-ids",
     *("experts-bias-preact", "lora-experts-preact-two-adapters"),
     *("lora-norm_linear", "lora-mlp-one-adapted-chunks"),
 }
