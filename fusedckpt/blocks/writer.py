@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -27,11 +29,10 @@ _VIEW_METHODS = ("t", "transpose")
 _WIDTH = 70
 
 
-class Schedule(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Schedule:
     """A function of the number of the first row, and of the tensors that `arguments` lists."""
 
-    # the compiled function
-    run: Callable[..., tuple[Any, ...]]
     # the calls, in order
     graph: Graph
     # pairs of a kind and a name or number: "value", "param", "dy", "buffer" (a tensor of all rows,
@@ -43,6 +44,18 @@ class Schedule(NamedTuple):
     gemms: tuple[int, ...]
     # the values that lead to a wanted gradient
     flows: frozenset[str] = frozenset()
+
+    @cached_property
+    def run(self) -> Callable[..., tuple[Any, ...]]:
+        """Compile the function when it is first called: most schedules only plan what is saved.
+
+        fx writes a function `forward`, one line a node, and the globals that it names. fx's
+        GraphModule does not run it, as every call of a module costs more than this plain method.
+        """
+        code = self.graph.python_code("self")
+        scope = dict(code.globals)
+        exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
+        return MethodType(scope["forward"], self.graph)
 
     def names(self, kind: str) -> tuple[Any, ...]:
         """Return the names or numbers of the arguments of one kind."""
@@ -191,14 +204,8 @@ class Writer:
         for node in reversed(self.graph.nodes):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
-        # fx writes a function `forward`, one line a node, and the globals that it names; it is not
-        # run by fx's GraphModule, as every call of a module costs more than this plain method
-        code = self.graph.python_code("self")
-        scope = dict(code.globals)
-        exec(compile(code.src, "<fusedckpt schedule>", "exec"), scope)
-        run = MethodType(scope["forward"], self.graph)
         gemms = tuple(self.gemms)
-        return Schedule(run, self.graph, tuple(self.arguments), tuple(results), gemms, **more)
+        return Schedule(self.graph, tuple(self.arguments), tuple(results), gemms, **more)
 
 
 def last_reader(node: Node, order: Mapping[Node, int]) -> Node:

@@ -135,3 +135,17 @@ def test_norm_linear(norm):
         assert saved_bytes(block, [randn(T, D, dtype=torch.float64)]) == 8 * T * D
     hooked(block, "linears.1")
     assert_same(joined, lambda joined, x: children(joined.block, x))
+
+
+def test_only_schedules_that_run_are_compiled(monkeypatch):
+    compiled = []
+    write = torch.fx.Graph.python_code
+    monkeypatch.setattr(
+        torch.fx.Graph, "python_code", lambda *args: compiled.append(1) or write(*args)
+    )
+    # of options and sizes that no other test has, as schedules are remembered
+    block = GatedMLP(6, 14, activation="mish", residual=True, save="gate", device=DEVICE)
+    y = block(randn(3, 6))
+    assert len(compiled) == 1
+    y.sum().backward()
+    assert len(compiled) == 2
