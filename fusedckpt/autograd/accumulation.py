@@ -122,7 +122,10 @@ def _refuse_sharded(model: nn.Module) -> None:
     def check(*_: Any) -> None:
         handle.remove()
         if any(map(fsdp_parameters, model.modules())):
-            raise RuntimeError("accumulate_in_fp32: call it after fully_shard, not before")
+            raise RuntimeError(
+                "accumulate_in_fp32: fully_shard replaced the parameters after this call: call "
+                "accumulate_in_fp32 after fully_shard"
+            )
 
     handle = model.register_forward_pre_hook(check)
 

@@ -92,11 +92,11 @@ def device(name: str, value: Any, key: str = "device") -> None:
     try:
         torch.device(value)
     except TypeError:
-        wrong_type(name, key, "a torch.device or what names one", value)
+        wrong_type(name, key, "a torch.device or the name of one", value)
     except (RuntimeError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"{name}: {key} must be one of torch's, got {value!r} ({reason})"
+            f"{name}: {key} must name a device of torch, got {value!r} ({reason})"
         ) from None
 
 

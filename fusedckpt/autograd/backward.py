@@ -132,8 +132,8 @@ def donating(
         # after the last read, and for readers through hooks, where autograd does not look
         if product._version != donates:
             raise RuntimeError(
-                "fusedckpt: an earlier backward overwrote what this layer saved: to run backward "
-                "through a layer more than once, pass retain_graph=True to each but the last"
+                "fusedckpt: an earlier backward overwrote tensors that this layer saved: to run "
+                "backward more than once, pass retain_graph=True to each call but the last"
             )
     return result
 

@@ -197,7 +197,7 @@ _TO_ACTIVATIONS = (
 def why_left(weight: Any) -> str | None:
     """Say why a quantized weight must be left to its own class; None where that is not known."""
     if any(getattr(weight, key, None) is not None for key in _TO_ACTIVATIONS):
-        return f"{type(weight).__name__} quantizes or scales activations as well"
+        return f"{type(weight).__name__} also quantizes or scales activations"
     return None
 
 

@@ -90,8 +90,8 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
     layers = [_layer_of(node) for node in _blocks_before(nodes)]
     if not layers:
         raise ValueError(
-            "explain: fn must return the result of a fused layer with a gradient that is wanted; "
-            "layers inside of checkpoints and of compiled functions are not seen"
+            "explain: fn must return the result of a fused layer of which an input or a weight "
+            "requires grad: call the layer outside of checkpoints and compiled functions"
         )
     return CallSchedules(tuple(layers))
 

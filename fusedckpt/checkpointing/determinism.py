@@ -83,15 +83,17 @@ class Results:
             return
         expected, before = next(self._expected, ("nothing more", []))
         if name != expected:
-            self.difference = f"{expected} ran in forward where {name} runs when recomputed"
+            self.difference = f"the recompute runs {name} where the forward ran {expected}"
         elif by := _difference(before, notes, self._rounds):
-            self.difference = f"the output of {name} in the recompute is not the forward's: {by}"
+            self.difference = (
+                f"the output of {name} in the recompute differs from the forward's: {by}"
+            )
 
 
 def _difference(before: list[Note], after: list[Note], rounds: bool) -> str | None:
     was, now = ([(note.dtype, [*note.shape]) for note in notes] for notes in (before, after))
     if was != now:
-        return f"{was} was, {now} is"
+        return f"{was} in the forward, {now} in the recompute"
     for a, b in zip(before, after, strict=True):
         if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
             if a != b:

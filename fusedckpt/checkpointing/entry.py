@@ -159,7 +159,7 @@ def checkpoint(
         return run_checkpoint(options, function, args, kwargs)
     if kwargs:
         names = ", ".join(kwargs)
-        raise ValueError(f"checkpoint: expected a function, or its options alone, got {names}")
+        raise ValueError(f"checkpoint: pass a function, or only options of checkpoint, got {names}")
     return partial(Checkpointed, partial(run_checkpoint, options))
 
 
@@ -209,7 +209,9 @@ def _checked(options: Options) -> Options:
         if not callable(contexts):
             arguments.wrong_type("checkpoint", "context_fn", "callable", contexts)
         if options.debug or options.samples:
-            raise ValueError(f"checkpoint: debug takes no context_fn, got {contexts}")
+            raise ValueError(
+                f"checkpoint: debug and context_fn exclude each other, got {contexts}: pass one"
+            )
     if options.rounds and (options.debug or options.samples):
         # comparisons are of a recompute with the arguments themselves
         options = options._replace(rounds=False)

@@ -207,19 +207,19 @@ def copy_stream(device: torch.device) -> CopyStream:
 def obstacle(device: torch.device) -> str:
     """Return why a device's tensors cannot be offloaded now, "" where they can."""
     if device.type == "cpu":
-        return "a CPU's tensors are in host memory"
+        return "tensors of a CPU are in host memory already"
     if device.type == "meta":
         return ""
     if not hasattr(torch.get_device_module(device.type), "Stream"):
         return f"{device.type} has no streams"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph is captured"
+        return "a CUDA graph was being captured"
     return ""
 
 
 def _hooks_around() -> str:
     is_seen = private.SEES_HOOKS and phases.only_count(private.top_hooks())
-    return "" if is_seen else "hooks on saved tensors, or a checkpoint, are around"
+    return "" if is_seen else "saved-tensor hooks of other code or an outer checkpoint were active"
 
 
 def is_movable(tensor: Tensor) -> bool:
@@ -249,7 +249,7 @@ class OffloadedInputs:
         if not (reason or is_movable(tensor)):
             reason = "smaller than 1 MiB, a leaf, or a view of a larger storage"
         if self._copies is not None and self._copies.device != tensor.device:
-            reason = "on another device than inputs before it"
+            reason = "on another device than the inputs before"
         if reason:
             stays[reason] += 1
             return Argument(tensor)

@@ -64,10 +64,9 @@ def _unpack(lent: _Lent) -> Tensor:
     """Return the tensor; refuse one after the recompute."""
     if isinstance(lent.tensor, str):
         raise RuntimeError(
-            f"checkpoint: backward of a tensor that a recompute left behind: that of {lent.tensor} "
-            "put it where it outlives the call, as in an attribute or a list, and its graph is "
-            "freed. Add such a loss before the backward of the checkpoint, or store "
-            "tensor.detach() there"
+            "checkpoint: backward ran through a tensor whose graph is freed. The recompute of "
+            f"{lent.tensor} stored it outside of the call, as in an attribute or a list. Store "
+            "tensor.detach() there, or add such a loss before the backward of the checkpoint"
         )
     return lent.tensor
 
@@ -259,7 +258,7 @@ class Recompute(CheckpointPhase):
         if (operation := private.written_entry(error)) is not None:
             raise CheckpointError(
                 f"checkpoint: the policy of context_fn saves the result of {operation}, and the "
-                f"function writes it in place: have the policy recompute {operation}"
+                f"function writes it in place: let the policy recompute {operation}"
             ) from error
         advice = advice_for(self._segment.calls)
         if advice or type(error) is RuntimeError:
@@ -319,7 +318,7 @@ class Recompute(CheckpointPhase):
         """Note that the function saves more tensors than in the forward."""
         if index == len(self._segment.saved) and self._segment.is_complete:
             self._problems.append(
-                f"trying to save more tensors during recomputation than the {index} of the forward"
+                f"the recompute saves more tensors than the {index} of the forward"
             )
 
     def _end_at(self, index: int, tensor: Tensor, requires_grad: bool) -> None:
@@ -351,7 +350,8 @@ class Recompute(CheckpointPhase):
         if record is None or record.name != name:
             raise CheckpointError(
                 f"checkpoint: the recompute calls a region {name!r}, where the forward called "
-                f"{'none' if record is None else repr(record.name)}"
+                f"{'none' if record is None else repr(record.name)}. The function must do the "
+                "same each time it is called"
             )
         self.records.append(record)
         return record
@@ -391,10 +391,9 @@ class Recompute(CheckpointPhase):
             return
         elif index <= self._progress.last_compared and self._is_replaced(packed, leaves, tensor):
             self._problems.append(
-                f"tensor {index} ({tensor.dtype} {list(tensor.shape)}) is, or is computed from, "
-                "another parameter in the recompute than in the forward: it was replaced between "
-                "forward and backward, as functional_call does when it returns; pass such "
-                "parameters as arguments"
+                f"a parameter was replaced between forward and backward, as functional_call does "
+                f"when it returns, and the recompute makes tensor {index} ({tensor.dtype} "
+                f"{list(tensor.shape)}) from the new one; pass such parameters as arguments"
             )
 
     def _is_replaced(self, packed: Packed, now: Sequence[Tensor], tensor: Tensor) -> bool:

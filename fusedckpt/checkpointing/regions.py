@@ -44,7 +44,8 @@ MOST = 4
 # the input of a region without inputs that need a gradient
 _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
-    "region: torch's checkpoint recomputes it; fusedckpt.checkpoint(..., save_regions=) does not"
+    "region: torch's checkpoint recomputes regions. To save them, call "
+    "fusedckpt.checkpoint(..., save_regions=[...])"
 )
 
 
@@ -229,9 +230,9 @@ def warn_of_no_region(function: Any, patterns: Collection[str]) -> None:
     """Warn that a checkpointed function called no region that its checkpoint asks for."""
     name = getattr(function, "__qualname__", type(function).__name__)
     warnings.warn(
-        f"checkpoint: {name} called no region that save_regions={list(patterns)} names, so that "
-        "all of it runs again. A function that a module imported by name is no region, see "
-        "`region`",
+        f"checkpoint: {name} called no region that save_regions={list(patterns)} names, so all of "
+        "it is recomputed. A function that a module imported by name is not a region: wrap its "
+        "call in fusedckpt.region(fn, name)",
         stacklevel=5,
     )
 
@@ -391,6 +392,6 @@ class _Skipped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         """Raise: the nodes inside the region are those of the forward."""
         raise RuntimeError(
-            f"region: a gradient is taken through {ctx.name!r} inside a checkpointed function, "
-            "whose recompute does not run that region: call it with recompute=True"
+            f"region: a checkpointed function computes a gradient through {ctx.name!r}, which its "
+            "recompute does not run: pass recompute=True to region"
         )

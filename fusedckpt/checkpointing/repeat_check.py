@@ -16,8 +16,8 @@ from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.memory import storages_of, strided
 
-NOT_THE_SAME = "its forward is not the same twice"
-_OVERWRITTEN = "its input is modified later in the step"
+NOT_THE_SAME = "a second run of its forward gives other results"
+_OVERWRITTEN = "later code of the step modifies its input"
 
 
 class RepeatCheck(ChainedSegment):

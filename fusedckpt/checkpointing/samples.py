@@ -549,15 +549,14 @@ def _assert_close(pairs: Iterable[Pair]) -> None:
 def _message(pair: Pair) -> str:
     if pair.is_rounded:
         return (
-            f"{pair.name}: its recompute, which store='int8' gives a rounded input, chose other "
-            "indices than its forward, as a router may: gradients of this backward, on a GPU of "
-            "one or two before, go elsewhere. Make that call a region that save_regions names, or "
-            "leave store out"
+            f"{pair.name}: the recompute chose other indices than the forward, as a router may, "
+            "because store='int8' rounds its input: the gradients of this backward, on a GPU of "
+            "one or two before, are wrong. Name that call in save_regions, or leave store out"
         )
     return (
-        f"{pair.name}: its recompute brings back other values than its forward saved: it reads "
-        "state that has changed since, or random numbers of a generator that is not restored. The "
-        "gradients of this backward, on a GPU perhaps of one or two before, are wrong"
+        f"{pair.name}: the recompute gives other values than the forward saved, so gradients of "
+        "this backward, on a GPU perhaps of one or two before, are wrong: it reads state that has "
+        "changed, so pass that as an argument, or a generator that is not restored"
     )
 
 

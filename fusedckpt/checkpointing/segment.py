@@ -130,7 +130,10 @@ class Segment(Trace, CheckpointPhase):
             self._arguments = {}
             self.enclosing = None
         if not self.is_complete:
-            raise RuntimeError("checkpoint: the forward's context suppressed an exception")
+            raise RuntimeError(
+                "checkpoint: the forward's context of context_fn suppressed an exception: let its "
+                "__exit__ return False"
+            )
         if call.buffers is not None:
             call.buffers.end()
         if run is not None:

@@ -27,9 +27,9 @@ def advice_for(calls: Iterable[Call]) -> str:
     if not stateful:
         return ""
     return (
-        f" Among its arguments is {', '.join(dict.fromkeys(stateful))}, which holds tensors: if a "
-        "call adds to them, as to a cache of keys and values, the recompute adds them once more. "
-        "Pass no cache in training (use_cache=False)"
+        f" Its argument {', '.join(dict.fromkeys(stateful))} holds tensors: if a call adds to "
+        "them, as to a cache of keys and values, the recompute adds them again. Pass no cache in "
+        "training (use_cache=False)"
     )
 
 

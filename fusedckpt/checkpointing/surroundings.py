@@ -70,9 +70,9 @@ class Surroundings:
         is_captured = torch.cuda.is_current_stream_capturing()
         if not is_captured or private.captured_graph() is not self._graph:
             raise RuntimeError(
-                "checkpoint: the forward drew random numbers in another CUDA graph than this "
-                "backward, whose recompute would draw others. torch.cuda.make_graphed_callables "
-                "captures two graphs: capture the whole step in one torch.cuda.graph"
+                "checkpoint: forward and backward are captured in two CUDA graphs, as "
+                "torch.cuda.make_graphed_callables does, so the recompute would draw other random "
+                "numbers than the forward: capture the whole step in one torch.cuda.graph"
             )
 
     def random_states(self) -> rng.RandomStates:
@@ -147,7 +147,7 @@ def _states_of(generators: list[rng.GeneratorCalls], is_captured: bool) -> rng.R
         if not is_captured:
             raise
         raise RuntimeError(
-            "the state of a random number generator cannot be read while a CUDA graph is captured "
-            "with this version of torch; torch 2.14 can. fusedckpt.checkpoint takes "
-            "preserve_rng_state=False for functions that draw no random numbers"
+            "checkpoint: this version of torch cannot read the state of a random number generator "
+            "while a CUDA graph is captured: use torch 2.14 or later, or pass "
+            "preserve_rng_state=False if the function draws no random numbers"
         ) from error

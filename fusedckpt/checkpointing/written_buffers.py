@@ -280,11 +280,11 @@ def learn_late(module: nn.Module, name: str, fn: Any, values: Iterable[Any]) -> 
     if type(module) in _named:
         return
     _named.add(type(module))
-    remedy = "checkpoint that module itself, or pass it as an argument: then it is copied"
+    remedy = "Checkpoint that module itself, or pass it as an argument, so that it is copied"
     warnings.warn(
         f"checkpoint: the forward of {type(module).__name__} writes its buffer {name!r}, and the "
-        "recompute began with the values that the forward left. Where the forward reads them, the "
-        "gradients of this backward are of other values; "
-        f"{'later calls copy it before the forward' if owners else remedy}",
+        "recompute read the values after the forward instead of those before. If the forward "
+        "reads this buffer, the gradients of this backward are wrong. "
+        f"{'Later calls copy it before the forward' if owners else remedy}",
         stacklevel=2,
     )

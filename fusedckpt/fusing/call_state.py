@@ -199,8 +199,8 @@ class CallState:
         if self._written.uncopied and (written := self.written_parameter()):
             raise RuntimeError(
                 f"{type(self._module).__name__}: its forward wrote its parameter {written} for the "
-                "first time, and would write it once more in backward. Further calls run the "
-                "forward of its class; write the parameter outside of the forward"
+                "first time, and the recompute would write it again. Later calls run the forward "
+                "of its class; write the parameter outside of the forward"
             )
         name = None
         if (tensor := self._written.written_by_others()) is not None:
@@ -212,7 +212,8 @@ class CallState:
         if name is not None:
             raise RuntimeError(
                 f"{type(self._module).__name__}: {name} has been modified by an inplace operation "
-                "between forward and backward, in which the module's forward runs again"
+                "between forward and backward, where the module's forward runs again: write it "
+                "after backward"
             )
 
     def _name_of(self, tensor: Tensor) -> str:

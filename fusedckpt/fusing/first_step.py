@@ -301,7 +301,7 @@ def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) ->
 def _obstacle(module: nn.Module, args: Any) -> str | None:
     """Return why a training call cannot be looked into, None if it can."""
     if _on_trial.get() or private.is_replica(module):
-        return "it was a trial, or ran on a replica"
+        return "it was a trial run, or a call of a replica"
     if private.are_transforms_active() or dispatch.is_recorded(args[0] if args else None):
         return "it was traced or transformed"
     if private.num_dispatch_modes() or (
@@ -313,9 +313,9 @@ def _obstacle(module: nn.Module, args: Any) -> str | None:
     if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
         return "saved-tensor hooks of other code were active"
     if any(p.is_meta for p in module.parameters()):
-        return "its parameters have no memory"
+        return "its parameters were on the meta device"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return "a CUDA graph was captured"
+        return "a CUDA graph was being captured"
     return None
 
 
@@ -543,7 +543,7 @@ class _StepObserver(RunObserver):
                 stop_waiting(module)
         stop_waiting(self._top)
         num_taken = sum(isinstance(decided, Swap) for decided in self._decided.values())
-        note = f"looked into the first training call: {num_taken} modules run again in backward"
+        note = f"observed the first training call: {num_taken} modules run again in backward"
         if num_taken or not any("first training call" in x for x in self._report.notes):
             self._report.notes.append(note)
         waiting.obstacle = ""

@@ -101,7 +101,7 @@ class _LossCall:
     def mapping_to(self, result: Any) -> LogitMapping:
         """Return the function of the logits that the model gave to its loss."""
         if self.logits is None or not isinstance(result, Tensor):
-            raise _Refused("gives its loss no logits of its output embedding")
+            raise _Refused("does not pass the logits of its output embedding to its loss")
         if result.shape != self.logits.shape:
             shapes = f"{[*self.logits.shape[:-1]]} and {[*result.shape[:-1]]}"
             raise _Refused(f"selects rows of its logits before the loss ({shapes})")
@@ -258,7 +258,7 @@ class FusedCausalModel(nn.Module):
             reason = str(error) if isinstance(error, _Refused) else ""
             if known is not None and not reason:
                 raise
-            reason = reason or f"raised a {type(error).__name__} for numbers in place of its logits"
+            reason = reason or f"raised a {type(error).__name__} for probes in place of its logits"
         else:
             return output if call.hidden is None else _output_without_logits(output)
         finally:
@@ -268,7 +268,9 @@ class FusedCausalModel(nn.Module):
         reason = f"{type(self).__name__} {reason}"
         self.__dict__[MAPPING] = reason
         fallbacks.note_fallback(head, NotFused("logits", reason))
-        warnings.warn(f"fuse(head=True): {reason}: it computes its logits as before", stacklevel=3)
+        warnings.warn(
+            f"fuse(head=True): {reason}, so it computes its logits as before", stacklevel=3
+        )
         return output
 
     def _loss(

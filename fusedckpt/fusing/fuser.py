@@ -189,7 +189,9 @@ def _check_class(name: str, module: nn.Module) -> None:
     ):
         where = name or "the model"
         became = type(module).__name__
-        raise ValueError(f"unfuse: {where} became a {became}: undo that first")
+        raise ValueError(
+            f"unfuse: other code made {where} a {became} after fuse: undo that before unfuse"
+        )
 
 
 def _class_before_fuse(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:

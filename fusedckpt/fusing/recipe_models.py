@@ -101,13 +101,13 @@ def _obstacle(args: Sequence[Any]) -> str | None:
     if private.are_transforms_active() or is_recorded(args[0] if args else None):
         return "it was traced or transformed"
     if private.num_function_modes() and tracker.has_foreign_modes():
-        return "a function mode of other code may change functions"
+        return "a TorchFunctionMode of other code was active"
     if is_any_replaced():
         return "other code replaced functions of torch"
     if active() is not None:
-        return "a model around it has recipes"
+        return "it ran inside another model with recipes"
     if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
-        return "saved-tensor hooks of other code take the tensors"
+        return "saved-tensor hooks of other code were active"
     return None
 
 

@@ -102,7 +102,7 @@ class FuseCallback(TrainerCallback):
             return
         if args.torch_compile and args.world_size > 1:
             raise ValueError(
-                "FuseCallback: expected one process, or no torch_compile, for plan and report, got "
+                "FuseCallback: plan and report need one process, or torch_compile=False, got "
                 f"torch_compile=True and {args.world_size} processes"
             )
         at_first_batch(
@@ -267,7 +267,10 @@ def _as_checkpoint(function: Any) -> partial[Any]:
         keywords = function.keywords
         kind = _calls_checkpoint(partial(function.func, *function.args, use_reentrant=False))
     if not kind:
-        raise ValueError(f"use_checkpoint: expected torch's checkpoint, found {function}")
+        raise ValueError(
+            f"use_checkpoint: the model calls {function} where torch's checkpoint was expected: "
+            "let it call torch.utils.checkpoint.checkpoint"
+        )
     return _offloading(partial(checkpoint, **keywords), kind == "offload")
 
 

@@ -38,8 +38,8 @@ class _Coded(torch.autograd.Function):
         """Return dy times the slopes of the codes."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                "fusedckpt: create_graph=True needs a derivative that can be differentiated again, "
-                "and an approximate one cannot"
+                "fusedckpt: create_graph=True cannot differentiate an approximate derivative: "
+                "use an exact activation"
             )
         (codes_of_z,) = ctx.saved_tensors
 

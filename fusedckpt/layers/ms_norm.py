@@ -146,7 +146,9 @@ def unmerge_affine(norm: nn.Module, *linears: nn.Linear) -> None:
     """
     scale, shift = _affine("unmerge_affine", norm, linears)
     if not bool(scale.all()):
-        raise ValueError("unmerge_affine: norm.weight must not have zeros, which divide")
+        raise ValueError(
+            "unmerge_affine: norm.weight must not have zeros, because the linears divide by it"
+        )
     for linear in linears:
         weight = linear.weight.double() / scale
         _write(linear, weight, None if shift is None else -(weight @ shift))
@@ -168,7 +170,7 @@ def _affine(name: str, norm: Any, linears: Any) -> tuple[Tensor, Tensor | None]:
         arguments.wrong_type(name, "norm", "an nn.LayerNorm or nn.RMSNorm", norm)
     width = _width(name, norm.normalized_shape)
     if norm.weight is None:
-        raise ValueError(f"{name}: norm has no weight to merge")
+        raise ValueError(f"{name}: norm must have a weight, got elementwise_affine=False")
     arguments.modules(name, "linears", linears)
     for i, linear in enumerate(linears):
         if type(linear).forward is not nn.Linear.forward:

@@ -17,8 +17,8 @@ from fusedckpt.state.holders import ATOMS, nested, restorer
 
 # why no segment may contain a unit
 CHANGES = "changes its argument"
-# the mend
-ADVICE = "for a cache of keys and values, call plan and the model with (..., use_cache=False)"
+# the remedy
+ADVICE = "if it is a cache of keys and values, pass use_cache=False to plan and to the model"
 
 
 class ChangedArguments:

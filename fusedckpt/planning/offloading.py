@@ -89,6 +89,6 @@ def choose(chain: Chain, limit: float) -> OffloadChoice:
         return OffloadChoice(plain, text)
     if count < FEWEST:
         return OffloadChoice(
-            plain, f"it pays from {FEWEST} segments on, the plan would have {count}"
+            plain, f"it pays with {FEWEST} segments or more, and this plan has {count}"
         )
     return OffloadChoice(offloading, "")

@@ -191,7 +191,7 @@ def _accumulates(accumulate: Any) -> bool:
     count = operator.index(accumulate) if hasattr(accumulate, "__index__") else -1
     if count < 0:
         raise ValueError(
-            f"plan: accumulate is True, False or a number of micro-batches, got {accumulate!r}"
+            f"plan: accumulate must be True, False or a number of micro-batches, got {accumulate!r}"
         )
     return accumulate is True or count > 1
 
@@ -226,8 +226,8 @@ class _Goal(NamedTuple):
 def _check_gradients(goal: _Goal) -> None:
     if goal.frees_late and goal.accumulates:
         raise ValueError(
-            "plan: zero_grad='backward' frees the gradients that accumulate= and "
-            "activation_budget= add to: pass one of these"
+            "plan: zero_grad='backward' frees the gradients to which a step with accumulate= or "
+            "activation_budget= adds: pass only one of them"
         )
 
 

@@ -87,7 +87,9 @@ class Plan:
             arguments.wrong_type("Plan.apply", "model", "an nn.Module", model)
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         if any(roles.is_assigned(module) for module in inner.modules()):
-            raise ValueError("Plan.apply: a plan is applied to this model: undo it first")
+            raise ValueError(
+                "Plan.apply: another plan is applied to this model: call its undo() first"
+            )
         for unit in self.chain.units:
             for name in unit.modules:
                 _unit(inner, name)
@@ -147,8 +149,8 @@ class Plan:
             names = self._names(item)
             if not all(name.isdecimal() and int(name) < count for name in names):
                 raise ValueError(
-                    f"checkpoint_sequential: a plan of {count} functions was expected, got one "
-                    f"with the unit {names[-1]}: give plan these functions as units="
+                    f"checkpoint_sequential: expected a plan of these {count} functions, got one "
+                    f"with the unit {names[-1]}: pass these functions to plan as units="
                 )
             within: Any = OFFLOADED if item.offloads else None
             if item.level is not None:
@@ -211,7 +213,7 @@ def _read(document: Any) -> Plan:
     peak = outcome.peak_bytes
     extra = outcome.extra_ms
     if plan.predicted_bytes != peak or not isclose(plan.extra_ms, extra):
-        raise ValueError(f"expected the {peak} bytes and {extra} ms of its units")
+        raise ValueError(f"its units give {peak} bytes and {extra} ms, it has other figures")
     return plan
 
 

@@ -19,8 +19,8 @@ from fusedckpt.memory import storage_ref
 from fusedckpt.planning.trimming import trimmers_of
 
 WRITES_PRODUCT = (
-    "policy 'speed' saves all of it, as it writes the output of a product or convolution in "
-    "place, as nn.ReLU(inplace=True) does"
+    "policy 'speed' saves all of its tensors, because it writes the output of a product or "
+    "convolution in place, as nn.ReLU(inplace=True) does"
 )
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "linear")

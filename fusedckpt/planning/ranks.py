@@ -33,10 +33,12 @@ def group_of(group: Any, default: ProcessGroup | None) -> ProcessGroup | None:
         return None
     if hasattr(group, "get_group") and hasattr(group, "ndim"):
         if group.ndim != 1:
-            raise ValueError(f"plan: expected a mesh of one dimension, got {group}: slice it")
+            raise ValueError(f"plan: group must be a mesh of one dimension, got {group}: slice it")
         group = group.get_group()
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("plan: expected a group that this rank is in")
+        raise ValueError(
+            "plan: group does not contain this rank: pass a group of this rank, or group=False"
+        )
     if not (group is None or group is False or isinstance(group, dist.ProcessGroup)):
         came = type(group).__name__
         raise TypeError(
@@ -98,7 +100,7 @@ def _meet(group: ProcessGroup, ranks: list[int]) -> None:
             dist.monitored_barrier(group, _PATIENCE)
         except RuntimeError as error:
             raise ValueError(
-                f"plan: all ranks of the group {ranks} must call it within "
-                f"{_PATIENCE.total_seconds():.0f} s; pass group= to plan with others, or "
-                f"group=False to plan alone: {error}"
+                f"plan: all ranks of the group {ranks} must call plan within "
+                f"{_PATIENCE.total_seconds():.0f} s: pass group= for another group, or "
+                f"group=False for each rank to plan by itself: {error}"
             ) from error

@@ -31,8 +31,8 @@ from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
 REWRITTEN = (
-    "no segment joins it to the units before: code in between writes what these return without a "
-    "new version, as by .data or NumPy"
+    "no segment joins it to the units before, because code in between writes their outputs by "
+    ".data or NumPy, which autograd does not see"
 )
 
 

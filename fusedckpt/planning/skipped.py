@@ -121,8 +121,8 @@ def _fullest(step: Step, names: Sequence[str], first: set[str]) -> _Draw:
     some = sorted(everything - set[str]().intersection(*called))
     raise ValueError(
         f"plan: {type(step.model).__name__} skips units at random ({', '.join(some[:3])}, "
-        f"{len(some)} in all), and none of {len(draws)} steps ran all of them: plan while nothing "
-        "is skipped, with a rate of 0, and apply the plan to the model as it is trained"
+        f"{len(some)} in all), and none of {len(draws)} steps ran all of them: set the rate to "
+        "0 for plan, and apply the plan to the model with its own rate"
     )
 
 

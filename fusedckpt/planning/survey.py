@@ -308,33 +308,35 @@ def _check_units(
     changing = [unit.fixed for unit in units if unit.fixed.startswith(CHANGES)]
     if changing and all(unit.fixed for unit in units):
         raise ValueError(
-            "plan: expected units that do the same each time they are called, each one "
+            "plan: expected units that leave their arguments as they are, each one "
             f"{changing[0]}: {ADVICE}"
         )
     if not units:
         kind = type(model).__name__
         if not left_out:
-            raise ValueError(f"plan: expected a model with modules inside, got a {kind} without")
+            raise ValueError(
+                f"plan: expected a model with modules inside, got a {kind} without any"
+            )
         reasons = [f"{name} {why}" for name, why in left_out.items()]
         if len(reasons) > 4:
             reasons = [*reasons[:3], f"{len(reasons) - 3} more"]
         raise ValueError(
             f"plan: expected a unit of {kind} that runs exactly once, outside of reentrant "
-            f"checkpoints: {'; '.join(reasons)}; units= names others"
+            f"checkpoints: {'; '.join(reasons)}: name other modules in units="
         )
 
 
 def _refuse(name: str, tensors: Iterable[Tensor]) -> None:
     if current() is not None:
         raise ValueError(
-            f"plan: unit {name} runs inside a checkpoint: a plan chooses what is recomputed; take "
-            "the checkpoint away (of transformers' models, activation_checkpointing_disable()), or "
-            "name the module that it is around in units="
+            f"plan: unit {name} runs inside a checkpoint, but a plan chooses the segments itself: "
+            "remove the checkpoint (of transformers' models, activation_checkpointing_disable()), "
+            "or name the module that contains the checkpoint in units="
         )
     if any(x.is_nested for x in tensors):
         raise ValueError(
-            f"plan: unit {name} expects dense or sparse tensors to be measured with, got a nested "
-            "one: plan with padded tensors of that many elements"
+            f"plan: unit {name} gets a nested tensor, which plan cannot measure: plan with a "
+            "padded tensor of as many elements"
         )
 
 

@@ -134,8 +134,8 @@ class Trials:
         kind = "activation budget" if outside else "budget"
         raise ValueError(
             f"plan: the least feasible {kind} is {needed} bytes ({enough(needed)}), "
-            f"got {limit - outside} bytes; the peak is in the {lowest.where}, which units= of "
-            f"modules inside may lower{_left_out(self.left_out)}"
+            f"got {limit - outside} bytes; the peak is in the {lowest.where}: raise the budget, or "
+            f"name modules inside in units={_left_out(self.left_out)}"
         )
 
     def _solved(self, limit: float) -> Outcome:

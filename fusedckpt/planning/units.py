@@ -20,7 +20,7 @@ def unit_names(model: nn.Module, policy: Policy, units: Any) -> list[str]:
     """Return the names of the modules to plan: the caller's, or those of a rule."""
     if not isinstance(policy, str):
         if units is not None:
-            raise ValueError("plan: expected units or a policy that lists modules, got both")
+            raise ValueError("plan: pass units= or a policy= that lists modules, got both")
         return _named(model, policy)
     names = candidates(model) if units is None else _named(model, units)
     check_count(policy, names)
@@ -31,7 +31,9 @@ def check_count(policy: Policy, names: Sequence[str]) -> None:
     """Refuse a policy of more segments than there are units."""
     rule, _, number = policy.partition(":") if isinstance(policy, str) else ("", "", "")
     if rule == "uniform" and int(number) > len(names):
-        raise ValueError(f"plan: expected uniform:1 to {len(names)}, got {policy!r}")
+        raise ValueError(
+            f"plan: policy must be from uniform:1 to uniform:{len(names)}, got {policy!r}"
+        )
 
 
 def default_units(step: Step, names: list[str]) -> list[str]:
@@ -126,31 +128,31 @@ def _named(model: nn.Module, units: Iterable[str | nn.Module]) -> list[str]:
             raise ValueError(f"plan: units must be modules inside the model, got {came!r}")
         unit_names.append(name)
     if not unit_names or len(set(unit_names)) < len(unit_names):
-        raise ValueError(f"plan: expected units, each of them once, got {unit_names}")
+        raise ValueError(f"plan: units must list one or more modules, each once, got {unit_names}")
     for name in unit_names:
         if any(name.startswith(f"{other}.") for other in unit_names):
-            raise ValueError(f"plan: unit {name} lies inside another unit")
+            raise ValueError(f"plan: unit {name} lies inside another unit: pass only one of them")
     return unit_names
 
 
 def check_model(model: nn.Module) -> None:
     """Refuse a model with units that cannot be given roles."""
     if any(map(roles.is_assigned, model.modules())):
-        raise ValueError("plan: a plan is applied to this model: undo it first")
+        raise ValueError("plan: another plan is applied to this model: call its undo() first")
     for name, module in model.named_modules():
         # torch.compile(module), and module.compile()
         if compiled_call(module) is not None or COMPILED_CHILD in module._modules:
             raise ValueError(
-                f"plan: expected a model that is not compiled yet, got {name or 'one that is'} "
-                "compiled: plan a model that is made anew, apply the plan, then compile"
+                f"plan: {name or 'the model'} is compiled, and a plan must be applied before: make "
+                "the model anew, plan it, apply the plan, then compile"
             )
         if isinstance(module, nn.SyncBatchNorm) and _has_peers(module.process_group):
             raise ValueError(
                 f"plan: {name or 'the model'} is a SyncBatchNorm, whose forward waits for other "
-                "ranks, while one of them measures alone: plan first, then convert_sync_batchnorm"
+                "ranks, but only one rank measures: plan first, then convert_sync_batchnorm"
             )
     if any(type(parameter).__name__ == "DTensor" for parameter in model.parameters()):
-        raise ValueError("plan: expected a model that is not sharded yet: plan it, then shard it")
+        raise ValueError("plan: the model is sharded: make it anew, plan it, then shard it")
 
 
 def _has_peers(group: Any) -> bool:

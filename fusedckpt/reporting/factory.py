@@ -153,7 +153,7 @@ def _parts(caller: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str
     if inputs or not isinstance(model, nn.Module):
         came = ", ".join(type(part).__name__ for part in (made if made is not model else (made,)))
         raise TypeError(
-            f"{caller}: expected of the factory an nn.Module, or (model, args), (model, kwargs) or "
+            f"{caller}: the factory must return an nn.Module, (model, args), (model, kwargs) or "
             f"(model, args, kwargs), got {came}"
         )
     return model, tuple(args), dict(kwargs)
@@ -181,7 +181,7 @@ def _tokens(caller: str, model: nn.Module, batch: int | None, seq: int | None) -
             "of transformers with a loss: let the factory return (model, inputs)"
         )
     if batch is None or seq is None:
-        raise ValueError(f"{caller}: expected batch and seq, the sizes of the tokens")
+        raise ValueError(f"{caller}: pass batch and seq, the sizes of input_ids")
     ids = torch.zeros(batch, seq, dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
 

@@ -254,8 +254,8 @@ def _check_plain(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if private.compiled_call(module) is not None or private.COMPILED_CHILD in module._modules:
             raise ValueError(
-                f"estimate: expected a model that is not compiled, {name or 'it'} is: estimate it "
-                "before torch.compile, or measure a step with fusedckpt.report"
+                f"estimate: {name or 'the model'} is compiled: estimate it before torch.compile, "
+                "or measure a step with fusedckpt.report"
             )
         if isinstance(module, nn.RNNBase):
             raise ValueError(
@@ -264,12 +264,12 @@ def _check_plain(model: nn.Module) -> None:
             )
         if is_fsdp_module(module):
             raise ValueError(
-                f"estimate: expected a model with all parameters, {name or 'it'} is sharded: "
-                "estimate it before, or measure a step with fusedckpt.report"
+                f"estimate: {name or 'the model'} is sharded: estimate it before sharding, or "
+                "measure a step with fusedckpt.report"
             )
     for name, parameter in model.named_parameters():
         if local_of(parameter) is not parameter:
-            raise ValueError(f"estimate: expected whole parameters, {name} is a DTensor")
+            raise ValueError(f"estimate: {name} is a DTensor: estimate the model before sharding")
         if private.updates_early(parameter):
             raise ValueError(
                 f"estimate: {name} has hooks that run when its gradient is complete, which may "
@@ -281,7 +281,7 @@ def _check_plain(model: nn.Module) -> None:
 
 def _refuse_autocast() -> None:
     raise ValueError(
-        "estimate: autocast does nothing on the meta device, and is enabled: estimate the model "
+        "estimate: autocast is enabled, and does nothing on the meta device: estimate the model "
         "in the dtype of its products (model.to(torch.bfloat16)), or measure a step with "
         "fusedckpt.report"
     )

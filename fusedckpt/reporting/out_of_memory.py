@@ -273,11 +273,14 @@ def report_on_oom(model: nn.Module) -> OutOfMemoryWatch:
     if device.type != "cuda":
         raise ValueError(
             f"report_on_oom: expected a model on a CUDA device, its first tensor is on {device}. "
-            "Only CUDA's allocator names its blocks when memory runs out; on any device "
-            "fusedckpt.report says where the memory of a step goes"
+            "Only CUDA's allocator records its blocks. On any device, fusedckpt.report says where "
+            "the memory of a step goes"
         )
     if not private_memory.has_history():
-        raise RuntimeError("report_on_oom: needs torch's own CUDA allocator, which has a history")
+        raise RuntimeError(
+            "report_on_oom: this CUDA allocator records no history: use torch's own, without "
+            "backend:cudaMallocAsync in PYTORCH_CUDA_ALLOC_CONF"
+        )
     if not _attached:
         _attached.append(private_memory.attach_to_out_of_memory(_observe))
     return OutOfMemoryWatch(model, device)

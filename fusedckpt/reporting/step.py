@@ -282,11 +282,14 @@ def check_step(
             raise ValueError(f"{name}: {key} is not initialized: call the model once before")
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
     if any(tensor.is_inference() for tensor in tensors):
-        raise ValueError(f"{name}: expected ordinary tensors, some were made in inference mode")
+        raise ValueError(
+            f"{name}: some tensors of the model or its inputs were made under "
+            "torch.inference_mode(): make them outside of it"
+        )
     if needs_data and any(tensor.is_meta for tensor in tensors):
         raise ValueError(
-            f"{name}: expected tensors with data, some are on the meta device: "
-            "fusedckpt.estimate takes a step on it"
+            f"{name}: some tensors are on the meta device, and have no data: call "
+            "fusedckpt.estimate, or move the model and its inputs to another device"
         )
     batch = [*tensors_of(inputs)]
     if batch and not any(tensor.numel() for tensor in batch):
@@ -294,12 +297,15 @@ def check_step(
         raise ValueError(f"{name}: expected a batch to measure, got empty tensors of {shapes}")
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     if groups and not {id(x) for group in groups for x in group["params"]} & {*map(id, tensors)}:
-        raise ValueError(f"{name}: the optimizer has no parameter of the {type(model).__name__}")
+        raise ValueError(
+            f"{name}: optimizer= has no parameter of the {type(model).__name__}: make it of "
+            "model.parameters()"
+        )
     _check_hooks(name, model, optimizers)
     if not any(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            f"{name}: expected a parameter or an input that requires grad, none of the "
-            f"{type(model).__name__}'s does"
+            f"{name}: no parameter or input of the {type(model).__name__} requires grad: call "
+            "requires_grad_() on those that are trained"
         )
 
 
@@ -365,7 +371,7 @@ def check_sparse(caller: str, optimizer: Optimizer) -> None:
         dense = [x for x in parameters if x.grad is not None and not x.grad.is_sparse]
         if dense:
             raise ValueError(
-                f"{caller}: SparseAdam takes sparse gradients alone, got a dense one for a "
+                f"{caller}: SparseAdam takes only sparse gradients, got a dense one for a "
                 f"parameter of shape {list(dense[0].shape)}: give it the weights of "
                 "nn.Embedding(..., sparse=True), whose gradients begin as None"
             )

@@ -293,6 +293,6 @@ def _check_unwritten(watched: list[tuple[str, nn.Parameter, int]]) -> None:
     written = [name for name, parameter, version in watched if parameter._version != version]
     if written:
         raise RuntimeError(
-            "trial: expected a step that changes only parameters of the optimizer, it changed "
-            f"{', '.join(written)}: their former values are lost"
+            f"fusedckpt: the step changed {', '.join(written)}, which no optimizer= has, and their "
+            "former values are lost: load them again, and pass all optimizers as optimizer="
         )

@@ -117,7 +117,9 @@ class MetaRun(TorchDispatchMode):
             if not is_known and self._reads_numbers:
                 return 1.0
             if not is_known:
-                raise RuntimeError("the value of an activation is read, and meta tensors have none")
+                raise RuntimeError(
+                    "its code reads the value of an activation, and meta tensors have no values"
+                )
             return func(*self._on_cpu(args), **kwargs)
         is_sum = self._enter_op(func)
         # memory that exists already and is not counted, such as that of a constant

@@ -97,7 +97,11 @@ def test_a_decorated_function_is_compiled():
 
 NUMBERS: Any = {"save_regions": [3]}
 BAD = {
-    "no function": (lambda: checkpoint(scale=2), ValueError, "or its options alone, got scale"),
+    "no function": (
+        lambda: checkpoint(scale=2),
+        ValueError,
+        "or only options of checkpoint, got scale",
+    ),
     "reentrant": (lambda: checkpoint(use_reentrant=True), ValueError, "use_reentrant=True"),
     "of a number": (lambda: checkpoint()(3), TypeError, "function"),
     "nothing": (lambda: checkpoint(None, 3), TypeError, "function"),

@@ -344,7 +344,7 @@ REACHED = Counting()
 def test_c32_a_buffer_that_no_call_could_note_warns_once():
     _named.clear()
     x = randn(2, 4)
-    with pytest.warns(UserWarning, match="Counting writes its buffer 'scale'.*checkpoint that mod"):
+    with pytest.warns(UserWarning, match="Counting writes its buffer 'scale'.*Checkpoint that mod"):
         checkpoint(lambda x: REACHED(x), x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -354,7 +354,7 @@ def test_c32_a_buffer_that_no_call_could_note_warns_once():
 def test_c32_a_large_buffer_is_copied_after_its_first_recompute():
     _named.clear()
     x, module, plain = randn(2, 20_000), Counting(20_000), Counting(20_000)
-    with pytest.warns(UserWarning, match="writes its buffer 'scale'.*later calls copy it"):
+    with pytest.warns(UserWarning, match="writes its buffer 'scale'.*Later calls copy it"):
         gradient(partial(checkpoint, module), x)
     found, expected = gradient(partial(checkpoint, module), x), gradient(plain, x, 2)
     assert torch.equal(found, expected)

@@ -33,7 +33,7 @@ def test_a_recompute_frees_what_it_saved():
     first, second = model.saved
     assert first() is None
     assert second() is None
-    told = r"a recompute left behind: that of Router \(it saved .* \[64, 8\]\).*tensor\.detach\(\)"
+    told = r"graph is freed. The recompute of Router \(it saved .* \[64, 8\]\).*tensor\.detach\(\)"
     with pytest.raises(RuntimeError, match=told):
         model.loss.backward()
 

@@ -122,7 +122,7 @@ def _other(state, x):
 @pytest.mark.parametrize(
     ("fn", "error", "words"),
     [
-        (_grad_inside, RuntimeError, "through 'r' inside"),
+        (_grad_inside, RuntimeError, "through 'r', which its recompute"),
         (partial(_other, []), CheckpointError, "calls a region 'r2', where the forward called 'r1"),
         (lambda x: region(torch.exp, "r")(x.sin()).mul_(2), RuntimeError, "inplace"),
     ],
@@ -145,5 +145,5 @@ def test_bad_input():
         checkpoint(torch.sin, randn(2), save_regions=3)
     with pytest.raises(TypeError, match="region: recompute must be True or False, got str"):
         region(torch.sin, "r", recompute="no")
-    with pytest.warns(UserWarning, match="torch's checkpoint recomputes it"):
+    with pytest.warns(UserWarning, match="torch's checkpoint recomputes regions"):
         stock(region(torch.sin, "r"), randn(2), use_reentrant=False)

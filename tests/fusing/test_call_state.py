@@ -389,7 +389,7 @@ class ATensorGiven(Case):
 LOUD = {
     ABias: r"FusedAttention: qkv.bias has been modified by an inplace operation",
     ABuffer: r"FusedAttention: table has been modified by an inplace operation",
-    AGlobal: r"fuse: FusedAttention: its recompute brings back other values",
+    AGlobal: r"fuse: FusedAttention: the recompute gives other values",
     ATensorGiven: r"FusedAttention: a tensor in its arguments has been modified",
 }
 

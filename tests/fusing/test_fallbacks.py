@@ -155,7 +155,7 @@ def test_dropout_counts_while_training_alone():
     model(randn(3, D))
     assert fused.fallbacks == {"0": ("dropout", "drop")}
     assert [one.reason for one in report(model, randn(3, D)).fused] == [
-        "drop applies dropout inside the block in training"
+        "drop applies dropout between its linears in training"
     ]
 
 

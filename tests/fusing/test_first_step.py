@@ -128,8 +128,8 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
     # what a matcher has left says why, and that it waits
     is_left = "0.mixer" in report.left
     assert line.startswith("  left " if is_left else "  undecided ")
-    assert "it waits for its first training call, which shows whether it saves much" in line
-    assert "train a step, or fuse(model, example_inputs=...)" in line
+    assert "its first training call will show whether it saves enough to be fused" in line
+    assert "run a training step, or call fuse(model, example_inputs=...)" in line
     fuse(by_batch, example_inputs=x)
     changes = {n: c for n, c in report.swapped.items() if n.endswith("mixer")}
     assert changes == {}
@@ -140,7 +140,7 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
         torch.testing.assert_close(step(fused, x), expected)
     assert report.undecided == {}
     assert [n for n in report.swapped if n.endswith("mixer")] == ["0.mixer", "1.mixer"]
-    assert "looked into the first training call: 2 modules run again in backward" in str(report)
+    assert "observed the first training call: 2 modules run again in backward" in str(report)
     step(by_batch, x)
     assert saved_bytes(fused, [x]) == saved_bytes(by_batch, [x]) < saved_bytes(eager, [x])
     for ours, theirs in zip(fused.modules(), eager.modules(), strict=True):

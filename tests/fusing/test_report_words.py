@@ -84,7 +84,7 @@ def test_a_second_argument_is_named():
     report = fuse(nn.Sequential(Modulated()))
     assert report.left["0"] == ("inputs", "timestep and emb")
     assert (
-        "left 1 x Modulated: its forward takes timestep and emb besides one tensor; "
+        "left 1 x Modulated: its forward takes timestep and emb in addition to one tensor; "
         "fusedckpt.checkpoint recomputes it (0)"
     ) in str(report)
 

@@ -67,7 +67,7 @@ def test_the_training_goes_on_as_without(options):
         assert seen[-1].optimizer_bytes == moments
     if "plan" in options:
         assert isinstance(seen[0], fusedckpt.Plan)
-        with pytest.raises(ValueError, match="a plan is applied"):
+        with pytest.raises(ValueError, match="another plan is applied"):
             seen[0].apply(model)
 
 

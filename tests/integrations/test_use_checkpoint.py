@@ -136,7 +136,7 @@ OTHERS = {
 def test_another_function_is_left(name):
     model, *_ = build()
     model.enable_gradient_checkpointing(OTHERS[name])
-    with pytest.raises(ValueError, match="expected torch's checkpoint, found"):
+    with pytest.raises(ValueError, match="where torch's checkpoint was expected"):
         use_checkpoint(model)
     assert model._gradient_checkpointing_func is OTHERS[name]
 
@@ -186,5 +186,5 @@ def test_torchs_wrappers(segments, monkeypatch, offloads):
 def test_torchs_wrappers_of_another_checkpoint_stay():
     model, *_ = build()
     model.blocks[0] = checkpoint_wrapper(model.blocks[0], checkpoint_fn=lambda f, *args: f(*args))
-    with pytest.raises(ValueError, match="expected torch's checkpoint"):
+    with pytest.raises(ValueError, match="where torch's checkpoint was expected"):
         use_checkpoint(model)

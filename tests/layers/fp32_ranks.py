@@ -53,7 +53,7 @@ def main(rank: int) -> None:
     early = nn.Sequential(fusedckpt.Linear(4, 4))
     accumulate_in_fp32(early)
     fully_shard(early)
-    with pytest.raises(RuntimeError, match="after fully_shard, not before"):
+    with pytest.raises(RuntimeError, match="call accumulate_in_fp32 after"):
         early(torch.ones(1, 4))
     narrow = DistributedDataParallel(fusedckpt.Linear(4, 4, dtype=BF16))
     with pytest.raises(ValueError, match="buckets of DistributedDataParallel"):

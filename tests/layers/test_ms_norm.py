@@ -123,7 +123,7 @@ def test_refusals():
         merge_affine(model.norm, nn.Bilinear(D, D, 1))
     with pytest.raises(TypeError, match=r"norm must be an nn\.LayerNorm or nn.RMSNorm"):
         merge_affine(nn.BatchNorm1d(D), model.q)
-    with pytest.raises(ValueError, match="norm has no weight"):
+    with pytest.raises(ValueError, match="norm must have a weight"):
         merge_affine(nn.LayerNorm(D, elementwise_affine=False), model.q)
     nn.init.zeros_(model.norm.weight)
     with pytest.raises(ValueError, match="must not have zeros"):

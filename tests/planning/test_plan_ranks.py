@@ -81,7 +81,7 @@ def check_who_is_alone(rank: int) -> None:
     """A rank that does not call is told of by the others; gloo has no group after that."""
     ranks._PATIENCE, group = timedelta(seconds=0.2), dist.new_group([0, 1])
     if rank == 0:
-        with pytest.raises(ValueError, match=r"all ranks of the group \[0, 1\] must call it"):
+        with pytest.raises(ValueError, match=r"all ranks of the group \[0, 1\] must call plan"):
             planned(transformer(1), tokens(), policy="all", group=group)
 
 
@@ -95,7 +95,7 @@ def check_groups(rank: int) -> None:
         found = planned(model, x, policy=names, group=group)
         assert names == [unit.name for unit in found.chain.units]
     found = errors(model, x, policy="all", group=init_device_mesh("cpu", (2, 1)))
-    assert all("expected a mesh of one dimension" in error for error in found), found
+    assert all("group must be a mesh of one dimension" in error for error in found), found
 
 
 def check_one_measures(rank: int) -> None:

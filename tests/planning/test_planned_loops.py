@@ -189,7 +189,7 @@ def test_one_micro_batch_adds_to_nothing():
 
 @pytest.mark.parametrize("wrong", [-1, "yes", 2.0, None, np.int64(-1), np.float64(2)])
 def test_what_accumulate_is_not(wrong):
-    with pytest.raises(ValueError, match="plan: accumulate is"):
+    with pytest.raises(ValueError, match="plan: accumulate must be"):
         planned(transformer(2), tokens(), policy="none", accumulate=wrong)
 
 

@@ -153,7 +153,7 @@ def test_sparse_adam_is_planned():
         assert_near(found.predicted_bytes, found.measured_bytes)
     assert not any(optimizer.state for optimizer in optimizers)
     assert fusedckpt.report(model, tokens, loss=loss_of, optimizer=optimizers).optimizer_bytes > 0
-    message = "SparseAdam takes sparse gradients alone"
+    message = "SparseAdam takes only sparse gradients"
     with pytest.raises(ValueError, match=message):
         planned(model, tokens, policy="all", loss=loss_of, optimizer=optimizers, accumulate=2)
     dense = Sparse(False)

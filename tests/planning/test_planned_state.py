@@ -195,13 +195,15 @@ def test_a_unit_with_a_stateful_argument_is_left_alone(which):
     why = "changes its argument 1, a SimpleNamespace"
     assert found.left_out == {f"layers.{i}": why for i in which}
     assert_near(found)
-    advice = "for a cache of keys and values, call plan and the model with (..., use_cache=False)"
+    advice = "if it is a cache of keys and values, pass use_cache=False to plan and to the model"
     assert str(found).endswith(f"\n  advice          {advice}")
     with pytest.raises(ValueError, match=rf"got 1000 bytes; .*; {re.escape(advice)}$"):
         planned(model, x, budget=1000, loss=loss)
     found.apply(model)
     assert_equal(gradients_of(model, x, loss), expected)
-    with pytest.raises(ValueError, match=r"changes its argument 1, a SimpleNamespace: for a cache"):
+    with pytest.raises(
+        ValueError, match=r"changes its argument 1, a SimpleNamespace: if it is a cache"
+    ):
         planned(Grows(range(4)), x, policy="all", loss=loss)
 
 

@@ -92,15 +92,15 @@ def test_models_that_cannot_be_planned():
     model, x = transformer(2), tokens()
     with pytest.raises(TypeError, match=r"^plan: "):
         planned(lambda: None, x, policy="all")
-    with pytest.raises(ValueError, match=r"^plan: .* with data"):
+    with pytest.raises(ValueError, match=r"^plan: .* have no data"):
         planned(copy.deepcopy(model).to("meta"), x, policy="all")
     found = planned(model, x, policy="all")
     found.apply(model)
-    with pytest.raises(ValueError, match=r"^plan: a plan is applied"):
+    with pytest.raises(ValueError, match=r"^plan: another plan is applied"):
         planned(model, x, policy="all")
     found.undo()
     model.blocks[0].compile(backend="eager")
-    with pytest.raises(ValueError, match=r"^plan: .*got blocks.0 compiled.*apply the plan, then"):
+    with pytest.raises(ValueError, match=r"^plan: .*blocks.0 is compiled.*apply the plan, then"):
         planned(model, x, policy="all")
     model = transformer(2)
     model.blocks[1] = torch.compile(model.blocks[1])
@@ -129,7 +129,7 @@ def each(**options):
 def test_checkpoints_around_units_are_named():
     x = torch.randn(8, 16, requires_grad=True)
     for run in (each(use_reentrant=False), lambda units, x: checkpoint_sequential(units, 2, x)):
-        told = r"^plan: unit units.0 runs inside a checkpoint: .*take"
+        told = r"^plan: unit units.0 runs inside a checkpoint, .*remove"
         with pytest.raises(ValueError, match=told):
             planned(under(run), x, policy="all", loss=torch.sum)
     told = r"^plan: expected a unit .*outside of reentrant checkpoints: units.0 is not called"
@@ -267,7 +267,7 @@ def test_units_that_write_into_their_input_stay():
 
 def test_nested_tensors_are_refused():
     x = torch.nested.nested_tensor([torch.randn(n, 16) for n in (3, 5)], layout=torch.jagged)
-    with pytest.raises(ValueError, match="dense or sparse tensors to be measured with, got a nest"):
+    with pytest.raises(ValueError, match="gets a nested tensor, which plan cannot measure"):
         fusedckpt.plan(
             nn.Sequential(nn.Linear(16, 16), nn.ReLU()),
             x,
@@ -315,7 +315,7 @@ def test_the_least_budget_names_what_was_left_out():
 
 
 def test_a_model_without_modules_is_refused():
-    with pytest.raises(ValueError, match=r"^plan: expected .* modules .* Linear without$"):
+    with pytest.raises(ValueError, match=r"^plan: expected .* modules .* Linear without any$"):
         planned(nn.Linear(16, 16), torch.randn(8, 16), policy="all")
 
 
@@ -345,7 +345,7 @@ NO_UNITS = {
     ),
     "many": (
         Called(lambda m, x: m.tower(m.tower(x)), tower=nn.Sequential(*linears(6))),
-        r"tower.0 is called 2 times in a step; .*; 3 more; units= names others$",
+        r"tower.0 is called 2 times in a step; .*; 3 more: name other modules in units=$",
     ),
     "one in a list": (
         Called(lambda m, x: sum(cell(x) for cell in m.cells), cells=linears(1) * 5),

@@ -25,7 +25,7 @@ from fusedckpt import Plan, checkpoint_sequential
 from fusedckpt.checkpointing import determinism
 
 WIDTH = 16
-WHY = "its forward is not the same twice"
+WHY = "a second run of its forward gives other results"
 
 
 class Unit(nn.Sequential):

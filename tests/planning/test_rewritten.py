@@ -87,7 +87,7 @@ def check(model: nn.Module, joined: list[bool], named: set[str]) -> None:
     expected = gradients()
     plan = planned(model, x, policy="uniform:1", loss=lambda y: y.square().sum())
     assert [unit.joined for unit in plan.chain.units] == joined
-    assert {name for name, why in plan.left_out.items() if "without a new version" in why} == named
+    assert {name for name, why in plan.left_out.items() if "writes their outputs" in why} == named
     assert ("not joined" in str(plan)) == bool(named)
     plan.apply(model)
     for ours, theirs in zip(gradients(), expected, strict=True):

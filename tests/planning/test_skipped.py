@@ -94,7 +94,7 @@ def test_own_generator_is_refused():
     """No step of it can be drawn again."""
     generator = np.random.default_rng(0)
     model = Skipping(lambda: generator.random() >= 0.5)
-    with pytest.raises(ValueError, match=r"skips units at random \(layers.*rate of 0"):
+    with pytest.raises(ValueError, match=r"skips units at random \(layers.*rate to 0"):
         planned(model, randn(2, 8, 16), policy="all")
 
 

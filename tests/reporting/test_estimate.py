@@ -244,13 +244,17 @@ MAKERS = {
 @pytest.mark.parametrize(
     ("name", "sizes", "message"),
     [
-        ("reads", {"batch": 3}, r"at .*test_estimate.py:\d+: the value of an activation is read"),
+        (
+            "reads",
+            {"batch": 3},
+            r"at .*test_estimate.py:\d+: its code reads the value of an activation",
+        ),
         ("linear", {"batch": 3}, "Linear takes input, and is no language model"),
         ("a device", {"batch": 3}, "weight is on cpu: let the factory make the model of a config"),
         ("frozen", {"batch": 3}, "no parameter of Linear requires grad"),
-        ("number", {"batch": 3}, "expected of the factory an nn.Module, or .* got int"),
+        ("number", {"batch": 3}, "the factory must return an nn.Module, .* got int"),
         ("three", {"batch": 3}, "got Linear, int, int, dict"),
-        ("llama", {"batch": 3}, "expected batch and seq"),
+        ("llama", {"batch": 3}, "pass batch and seq"),
         ("linear", {"batch": 0}, "batch must be an integer from 1"),
         ("linear", {"optimizer": "Adams"}, "optimizer must be a class of torch.optim, got 'Adams'"),
         ("linear", {"dtype": torch.int8}, "dtype"),
@@ -277,7 +281,7 @@ def test_values_are_forgotten_where_numbers_are_written():
         # of a number that has no value
         count += torch.randn(4).round().long()
         for tensor in (count, view):
-            with pytest.raises(RuntimeError, match="meta tensors have none"):
+            with pytest.raises(RuntimeError, match="meta tensors have no values"):
                 tensor.sum().item()
 
 
@@ -353,7 +357,7 @@ def test_an_optimizer_on_a_gpu_updates_all_parameters_at_once():
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        ("SparseAdam", "^estimate: SparseAdam takes sparse gradients alone, got a dense one"),
+        ("SparseAdam", "^estimate: SparseAdam takes only sparse gradients, got a dense one"),
         ("LBFGS", r"^estimate: expected an optimizer whose step\(\) needs no closure, got LBFGS"),
     ],
 )
@@ -379,8 +383,14 @@ class Within(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (lambda: Within(autocasts), "^estimate: autocast does nothing on the meta device"),
-        (lambda: Within(lambda x: x * x.mean().item()), "the value of an activation is read"),
+        (
+            lambda: Within(autocasts),
+            "^estimate: autocast is enabled, and does nothing on the meta device",
+        ),
+        (
+            lambda: Within(lambda x: x * x.mean().item()),
+            "its code reads the value of an activation",
+        ),
         (lambda: nn.LSTM(DIM, DIM), "the model is an nn.LSTM"),
         (lambda: nn.Linear(DIM, 8).requires_grad_(False), "requires grad"),
         (lambda: 3, "model must be an nn.Module, got int"),

@@ -248,7 +248,7 @@ class Nothing(nn.Linear):
         ((len, 1), {}, TypeError, "report: model must be an nn.Module, got builtin_function"),
         ((mlp(), 1), {"loss": 3}, TypeError, "report: loss must be callable or None, got int"),
         ((mlp(), 1), {"optimizer": 3}, TypeError, r"report: optimizer must be .* or None, got int"),
-        ((nn.Tanh(), torch.ones(2)), {}, ValueError, "report: expected a parameter or an input"),
+        ((nn.Tanh(), torch.ones(2)), {}, ValueError, "report: no parameter or input of the Tanh"),
         ((nn.LazyLinear(2), torch.ones(2)), {}, ValueError, "report: weight is not initialized"),
         (
             (mlp(), torch.ones(2, D)),
@@ -262,7 +262,7 @@ class Nothing(nn.Linear):
             ValueError,
             r"got shape \[\], requires_grad=False",
         ),
-        ((mlp(), made_in_inference_mode()), {}, ValueError, "report: expected ordinary tensors"),
+        ((mlp(), made_in_inference_mode()), {}, ValueError, "report: some tensors of the model"),
         ((mlp(), torch.ones(2, D)), {"loss": id}, ValueError, "the loss must .* got int"),
         ((mlp(), torch.ones(0, D)), {}, ValueError, r"report: .* got empty tensors of \[0, 16\]"),
         ((Nothing(2, 2), 1), {}, ValueError, "report: the output of Nothing, None, has neither"),
