@@ -33,16 +33,16 @@ class Change(NamedTuple):
 
     # of the profiler's clock
     time_ns: int
-    # the address of the block's first byte
+    # the address of its first byte
     address: int
-    # of the block, below 0 for a free
+    # of the allocation, below 0 for a free
     nbytes: int
 
 
 class Profile(NamedTuple):
     """The profiler's events of a run, each before those within it, and the changes of memory.
 
-    Changes are those of one device, in the order of time; blocks from before the run are left out.
+    Changes are those of one device, in the order of time, without allocations from before the run.
     """
 
     events: list[Any]
@@ -75,7 +75,7 @@ def profiled(fn: Callable[[], Any], device: torch.device | str = "cpu") -> Profi
             if _is_on(x.device.type, x.device.index, device)
         ]
         changes.sort(key=lambda change: change.time_ns)
-    return Profile([event for event in events if event.name != _MEMORY], list(_blocks(changes)))
+    return Profile([event for event in events if event.name != _MEMORY], list(_paired(changes)))
 
 
 def _flat(events: Sequence[Any]) -> list[Any]:
@@ -120,11 +120,11 @@ def _is_on(kind: str, index: int | None, device: torch.device) -> bool:
     return kind == device.type and (kind == "cpu" or device.index in (None, index))
 
 
-def _blocks(changes: Iterable[Change]) -> Iterator[Change]:
-    """Yield changes in which each free has the size of its block, and each block has a free.
+def _paired(changes: Iterable[Change]) -> Iterator[Change]:
+    """Yield changes in which each free has its allocation's size, and each allocation has a free.
 
-    A block ends at the latest when its memory is allocated again. The free of a block from before
-    is left out: its size, where it has one, is that of an earlier block at its address.
+    An allocation ends at the latest when its memory is allocated again. The free of an allocation
+    from before is left out: its size, if it has one, is that of an earlier one at its address.
     """
     sizes: dict[int, int] = {}
     for time_ns, address, nbytes in changes:

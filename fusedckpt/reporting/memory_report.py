@@ -33,7 +33,7 @@ from fusedckpt.reporting.memory_text import text_of_report
 from fusedckpt.reporting.recipe_groups import RecipeGroup
 from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of, replayable
 from fusedckpt.reporting.timeline import (
-    ModuleBlock,
+    ModuleAllocation,
     Moment,
     RunningModules,
     TimelineReading,
@@ -371,8 +371,8 @@ class _ObservedStep:
         self.left_graphs.begin()
 
 
-def _bytes_by_module(blocks: Iterable[ModuleBlock]) -> dict[str, int]:
+def _bytes_by_module(allocations: Iterable[ModuleAllocation]) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for block in blocks:
-        counts[block.module] += block.nbytes
+    for allocation in allocations:
+        counts[allocation.module] += allocation.nbytes
     return dict(counts.most_common())

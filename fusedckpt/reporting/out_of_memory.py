@@ -1,8 +1,8 @@
 """`report_on_oom`: prints the tensors on the GPU when its memory runs out, by module and by line.
 
-The allocator records the line of Python that asks for each block. Hooks on all modules note how
-many blocks were allocated when a module's forward begins and ends; so the number of a block says
-which module allocated it. Nothing is measured in advance: this is the step that failed.
+The allocator records the line of Python of each allocation. Hooks on all modules note the number of
+allocations so far when a module's forward begins and ends, so the number of an allocation names its
+module. Nothing is measured in advance: this is the step that failed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fusedckpt.reporting.timeline import LOSS, RunningModules
 _MOST_ACTIONS = 100_000
 # lines of each table
 _ROWS = 12
-# the module of a block from before the first recorded action
+# the module of an allocation from before the first recorded action
 EARLIER = "(earlier)"
 # the module of code outside of the model
 OUTSIDE = "(outside the model)"
@@ -37,8 +37,8 @@ _BACKWARD = "no line of Python: the backward pass"
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
-class LiveBlock(NamedTuple):
-    """A block of memory that was in use."""
+class LiveAllocation(NamedTuple):
+    """An allocation that was in use."""
 
     # its requested bytes
     nbytes: int
@@ -102,22 +102,22 @@ class OutOfMemoryReport:
     free_bytes: int
     # the module that ran its forward
     running: str
-    # the blocks in use, the largest first
-    live: tuple[LiveBlock, ...] = field(repr=False)
+    # the allocations in use, the largest first
+    live: tuple[LiveAllocation, ...] = field(repr=False)
     # a measured plan that fits into the memory that torch could have, see `advice_for_plan`
     way: str = ""
 
     @property
     def live_bytes(self) -> int:
-        """Bytes of all blocks in use."""
-        return sum(block.nbytes for block in self.live)
+        """Bytes of all allocations in use."""
+        return sum(allocation.nbytes for allocation in self.live)
 
     @property
     def live_by_module(self) -> dict[str, int]:
         """Bytes in use by the module that allocated them, the largest first."""
         counts: Counter[str] = Counter()
-        for block in self.live:
-            counts[block.module] += block.nbytes
+        for allocation in self.live:
+            counts[allocation.module] += allocation.nbytes
         return dict(counts.most_common())
 
     def __str__(self) -> str:
@@ -178,7 +178,7 @@ class OutOfMemoryWatch:
 
 
 class _AllocationLog(RunningModules):
-    """Notes how many blocks were allocated before at each beginning and end of a module's call."""
+    """Notes the number of allocations at each beginning and end of a module's call."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         super().__init__(model)
@@ -192,11 +192,11 @@ class _AllocationLog(RunningModules):
         self._modules.append(self.current())
 
     def count(self) -> int:
-        """Return how many blocks were ever allocated."""
+        """Return the number of allocations so far."""
         return torch.cuda.memory_stats(self._device)["allocation.all.allocated"]
 
     def modules_of(self, numbers: Iterable[int]) -> list[str]:
-        """Return the module that allocated each block, by its number from 1."""
+        """Return the module of each allocation, by its number from 1."""
         counts = list(self._counts)
         names = list(self._modules)
         places = (bisect_left(counts, number) - 1 for number in numbers)
@@ -204,15 +204,15 @@ class _AllocationLog(RunningModules):
         return [OUTSIDE if name == LOSS else name for name in modules]
 
 
-def _live(snapshot: Mapping[str, Any], log: _AllocationLog) -> tuple[LiveBlock, ...]:
-    """Return the blocks in use, the largest first."""
+def _live(snapshot: Mapping[str, Any], log: _AllocationLog) -> tuple[LiveAllocation, ...]:
+    """Return the allocations in use, the largest first."""
     # by address the last allocation that the history has
     allocations = [x for x in snapshot["device_traces"] if x["action"] == "alloc"]
     first = log.count() - len(allocations) + 1
     names = log.modules_of(range(first, first + len(allocations)))
     modules = {x["addr"]: name for x, name in zip(allocations, names, strict=True)}
-    blocks = [
-        LiveBlock(
+    allocations = [
+        LiveAllocation(
             nbytes=block["requested_size"],
             module=modules.get(block["address"], EARLIER),
             line=_line(block["frames"]) if block["address"] in modules else "",
@@ -221,7 +221,7 @@ def _live(snapshot: Mapping[str, Any], log: _AllocationLog) -> tuple[LiveBlock, 
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     ]
-    return tuple(sorted(blocks, key=lambda block: -block.nbytes))
+    return tuple(sorted(allocations, key=lambda allocation: -allocation.nbytes))
 
 
 def _line(frames: Sequence[Mapping[str, Any]]) -> str:

@@ -53,8 +53,8 @@ class Moment(NamedTuple):
     optimizer_bytes: int = 0
 
 
-class ModuleBlock(NamedTuple):
-    """A block of memory that a module allocated."""
+class ModuleAllocation(NamedTuple):
+    """An allocation, and the module that ran."""
 
     # the address of its first byte
     address: int
@@ -69,20 +69,20 @@ class ModuleBlock(NamedTuple):
 
 
 class Term(NamedTuple):
-    """A block that autograd added to another gradient of the same tensor, and then freed."""
+    """An allocation that autograd added to another gradient of the same tensor, and then freed."""
 
-    block: ModuleBlock
+    allocation: ModuleAllocation
     # the index of the moment at which it was freed
     until: int
     # the sum, None where the other gradient was written in place
-    total: ModuleBlock | None
+    total: ModuleAllocation | None
 
 
 class TimelineReading(NamedTuple):
-    """A step's moments, and the blocks of its forward that live when backward begins."""
+    """A step's moments, and the allocations of its forward that live when backward begins."""
 
     moments: list[Moment]
-    held: list[ModuleBlock]
+    held: list[ModuleAllocation]
 
 
 class RunningModules:
@@ -181,19 +181,19 @@ class TimelineReader:
 
     def __init__(self, resident: int):
         self.moments: list[Moment] = []
-        # the blocks that live when backward begins
-        self.held: list[ModuleBlock] = []
+        # the allocations that live when backward begins
+        self.held: list[ModuleAllocation] = []
         self.phase_name = ""
         self._live = resident
         # bytes among these that the optimizer's step allocated
         self._optimizer = 0
-        # the blocks in use, by address
-        self._blocks: dict[int, ModuleBlock] = {}
+        # the allocations in use, by address
+        self._allocations: dict[int, ModuleAllocation] = {}
         self._terms: list[Term] = []
         # whether the engine has added gradients up after the node that runs
         self._adds = False
-        # the last block that was allocated since, the sum
-        self._total: ModuleBlock | None = None
+        # the last allocation since, the sum
+        self._total: ModuleAllocation | None = None
         self._running: list[str] = []
         # by thread and its sequence number, the module that ran the forward op that made the node
         self._makers: dict[tuple[int, int], str] = {}
@@ -226,38 +226,40 @@ class TimelineReader:
         address = change.address
         nbytes = change.nbytes
         if nbytes > 0:
-            block = ModuleBlock(address, nbytes, self.phase_name, self.module, len(self.moments))
-            self._blocks[address] = self._total = block
+            allocation = ModuleAllocation(
+                address, nbytes, self.phase_name, self.module, len(self.moments)
+            )
+            self._allocations[address] = self._total = allocation
         else:
-            block = self._blocks.pop(address)
+            allocation = self._allocations.pop(address)
             if self._adds:
-                self._terms.append(Term(block, len(self.moments), self._total))
+                self._terms.append(Term(allocation, len(self.moments), self._total))
         self._live += nbytes
-        if block.phase == "optimizer":
+        if allocation.phase == "optimizer":
             self._optimizer += nbytes
 
     def reading(self, gradients: Collection[int] = ()) -> TimelineReading:
-        """Return the moments and held blocks of a step; gradients: addresses of those it leaves."""
+        """Return a step's moments and held allocations; gradients: addresses of those it leaves."""
         return TimelineReading(self._with_gradients(gradients), self.held)
 
     def _with_gradients(self, addresses: Collection[int]) -> list[Moment]:
         """Return the moments with their bytes of gradients.
 
-        These are the blocks at these addresses in the end, and those that were added up to them.
+        These are the allocations at these addresses in the end, and those that were added to them.
         """
-        blocks = self._blocks.values()
-        gradients = [x for x in blocks if x.address in addresses and x.phase != "optimizer"]
+        allocations = self._allocations.values()
+        gradients = [x for x in allocations if x.address in addresses and x.phase != "optimizer"]
         # by moment, the bytes of gradients that it adds
         grown: Counter[int] = Counter()
-        for block in gradients:
-            grown[block.since] += block.nbytes
-        for block, until, total in reversed(self._terms):
+        for allocation in gradients:
+            grown[allocation.since] += allocation.nbytes
+        for allocation, until, total in reversed(self._terms):
             # in place: a gradient of that size is older
-            totals = [total] if total else [x for x in gradients if x.since < block.since]
-            if any(x in gradients and x.nbytes == block.nbytes for x in totals):
-                gradients.append(block)
-                grown[block.since] += block.nbytes
-                grown[until] -= block.nbytes
+            totals = [total] if total else [x for x in gradients if x.since < allocation.since]
+            if any(x in gradients and x.nbytes == allocation.nbytes for x in totals):
+                gradients.append(allocation)
+                grown[allocation.since] += allocation.nbytes
+                grown[until] -= allocation.nbytes
         sums = accumulate(grown[index] for index in range(len(self.moments)))
         return [m._replace(gradient_bytes=n) for m, n in zip(self.moments, sums, strict=True)]
 
@@ -267,7 +269,7 @@ class TimelineReader:
         self.phase_name = name if name != "end" else ""
         self._last = {"forward": ROOT, "optimizer": OPTIMIZER}.get(name, LOSS)
         if name == "backward":
-            self.held = list(self._blocks.values())
+            self.held = list(self._allocations.values())
 
     def enter(self, name: str) -> None:
         """Enter a module's forward."""

@@ -8,7 +8,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt.allocations import open_workspaces
 from fusedckpt.reporting import out_of_memory
-from fusedckpt.reporting.out_of_memory import EARLIER, OUTSIDE, LiveBlock
+from fusedckpt.reporting.out_of_memory import EARLIER, OUTSIDE, LiveAllocation
 from fusedckpt.reporting.tables import size
 
 needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
@@ -99,7 +99,8 @@ def test_in_the_backward_and_after_the_end(watched, capsys):
 
 def test_as_text():
     blocks = [
-        LiveBlock(2**20 * (20 - i), f"layers.{i}", f"model.py:{i} in forward") for i in range(15)
+        LiveAllocation(2**20 * (20 - i), f"layers.{i}", f"model.py:{i} in forward")
+        for i in range(15)
     ]
     found = out_of_memory.OutOfMemoryReport(
         "cuda:0", 2**30, 2**34, 2**20, "layers.15", tuple(blocks)
