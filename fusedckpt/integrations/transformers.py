@@ -50,9 +50,10 @@ class FuseCallback(TrainerCallback):
     Args:
         checkpoint: whether `activation_checkpointing=True`, `gradient_checkpointing=True` in older
             releases of transformers, takes `fusedckpt.checkpoint`, with offload=True if that is
-            among activation_checkpointing_kwargs; and whether accelerate's activation_checkpointing
-            of FSDP2 does, see `use_checkpoint`. Where it cannot, as with use_reentrant=True,
-            checkpointing is unchanged, with one warning.
+            among activation_checkpointing_kwargs; and whether checkpointing does that the model has
+            without these arguments, and accelerate's activation_checkpointing of FSDP2, see
+            `use_checkpoint`. Where it cannot, as with use_reentrant=True, checkpointing is
+            unchanged, with one warning.
         save_regions: of that checkpoint.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
@@ -94,7 +95,7 @@ class FuseCallback(TrainerCallback):
         model = kwargs["model"]
         if not any(MARK in vars(module) for module in model.modules()):
             self._fuse(model, state)
-        if self.checkpoint and (_asks_for_checkpoints(args) or _wrappers(model)):
+        if self.checkpoint and (_is_checkpointed(args, model) or _wrappers(model)):
             self._use_checkpoint(model, state)
         # not even a hook: inside a module that DDP or FSDP compiles, one would end the compilation
         fuse_again = self._runs_a_copy(args, model)
@@ -118,7 +119,7 @@ class FuseCallback(TrainerCallback):
     def _runs_a_copy(self, args: TrainingArguments, model: nn.Module) -> bool:
         """Whether `fuse` may find more by running a copy of the model."""
         # inside of a checkpoint nothing is run again by itself
-        if _asks_for_checkpoints(args) or not self.options.get("attention", True):
+        if _is_checkpointed(args, model) or not self.options.get("attention", True):
             return False
         if args.torch_compile:
             return False
@@ -155,10 +156,11 @@ class FuseCallback(TrainerCallback):
         return self.log if state.is_world_process_zero else lambda result: None
 
 
-def _asks_for_checkpoints(args: TrainingArguments) -> bool:
+def _is_checkpointed(args: TrainingArguments, model: nn.Module) -> bool:
+    """Whether a Trainer is to checkpoint, or the model does, as LLaMA-Factory has it."""
     # the name of newer releases, in which the older one is deprecated
     is_on = getattr(args, "activation_checkpointing", None)
-    return bool(is_on or getattr(args, "gradient_checkpointing", False))
+    return bool(is_on or getattr(args, "gradient_checkpointing", False) or _flagged(model))
 
 
 def _is_whole(parameter: torch.Tensor) -> bool:
@@ -213,8 +215,7 @@ def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, str, partial[Any]]
 
     The checkpoint is a partial of torch's, or of ours, with its options.
     """
-    flagged = [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
-    places = [(module, _FLAGGED) for module in flagged]
+    places = [(module, _FLAGGED) for module in _flagged(model)]
     wrappers = _wrappers(model)
     places += [(wrapper, _WRAPPED) for wrapper in wrappers]
     if not places:
@@ -233,6 +234,10 @@ def _checkpointing(model: nn.Module) -> list[tuple[nn.Module, str, partial[Any]]
         (module, name, _offloading(checkpoints[getattr(module, name)], wrappers.get(module, False)))
         for module, name in places
     ]
+
+
+def _flagged(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", 0)]
 
 
 def _wrappers(model: nn.Module) -> dict[nn.Module, bool]:

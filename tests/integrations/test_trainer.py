@@ -113,16 +113,22 @@ def test_what_several_processes_compile_is_not_planned(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
-def test_arguments_of_either_name_are_read(tmp_path, segments, name):
+def test_arguments_of_either_name_are_read(tmp_path, name):
     """Of a release that has only the new name, and of one that has only the old one."""
     model = build()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
     ours = trainer(tmp_path, model=model, callbacks=[FuseCallback(log=lambda found: None)])
     arguments = types.SimpleNamespace(**{name: True})
     (callback,) = (c for c in ours.callback_handler.callbacks if isinstance(c, FuseCallback))
-    callback.on_train_begin(arguments, ours.state, ours.control, model=model)
-    step(model)
-    assert len(segments) == LAYERS
+    with pytest.warns(UserWarning, match="unchanged: use_checkpoint: no module has"):
+        callback.on_train_begin(arguments, ours.state, ours.control, model=model)
+
+
+def test_checkpoints_that_a_model_has_are_ours(tmp_path, segments):
+    """No argument of the Trainer asks for them, as in LLaMA-Factory."""
+    model = build()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    history(trainer(tmp_path, model=model, callbacks=[FuseCallback(log=lambda found: None)]))
+    assert len(segments) == 2 * 2 * LAYERS
 
 
 def test_gradient_checkpointing_is_ours(tmp_path, segments):
