@@ -52,6 +52,18 @@ class MLP(nn.Sequential):
         super().__init__(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
 
 
+class Inline(nn.Module):
+    """A block with an MLP in its forward, which saves the first linear's input."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(D, HIDDEN), act, nn.Linear(HIDDEN, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the MLP beside its input."""
+        return x + self.down(self.act(self.up(x.sigmoid())))
+
+
 class Attention(nn.Module):
     """Attention, which fuse recomputes."""
 
@@ -68,9 +80,9 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-def swapped(module: nn.Module) -> nn.Module:
+def swapped(module: nn.Module, **options: Any) -> nn.Module:
     model = nn.Sequential(module)
-    fusedckpt.fuse(model)
+    fusedckpt.fuse(model, **options)
     return model[0]
 
 
@@ -94,6 +106,8 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
         "a swapped gated MLP": mlp,
         "a swapped gated MLP in a checkpoint": lambda x: fusedckpt.checkpoint(mlp, x),
         "a swapped attention": swapped(Attention()),
+        "an MLP in a block": swapped(Inline(nn.GELU()), mlp=False, attention=False),
+        "an MLP of functions in a block": swapped(Inline(F.gelu), mlp=False, attention=False),
     }
 
 
@@ -110,6 +124,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (69, 23),
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (88, 33),
+    "an MLP in a block": (119, 35),
+    "an MLP of functions in a block": (144, 66),
     "a swapped attention": (248, 239),
 }
 

@@ -33,7 +33,8 @@ ACTIVATION = "activation"
 # returns the source of a tensor, given that and the parameters that were put with it; None where
 # the tensors that it is made from are gone. It holds no tensor
 Source = Callable[[Tensor, Sequence[Tensor | None]], Leaf | Made | None]
-_ROW = "_fusedckpt_known"
+# the attribute of a storage
+KNOWN = "_fusedckpt_known"
 # in place of a leaf: torch.utils.swap_tensors takes no parameter with a weak reference
 _LEAF = torch.empty(0)
 
@@ -75,7 +76,7 @@ class Known(weakref.ref[Tensor]):
 
 def known_of(tensor: Tensor) -> Known | None:
     """Return the entry of a tensor's content as it is now."""
-    known: Known | None = getattr(tensor.untyped_storage(), _ROW, None)
+    known: Known | None = getattr(tensor.untyped_storage(), KNOWN, None)
     if known is None or known.version != tensor._version or known.dtype is not tensor.dtype:
         return None
     return known
@@ -92,7 +93,7 @@ def put(
     The recipe that a tracker knows is the maker's, too, unless it reads copies of parameters.
     """
     storage = tensor.untyped_storage()
-    before: Known | None = getattr(storage, _ROW, None)
+    before: Known | None = getattr(storage, KNOWN, None)
     result = _LEAF if tensor.grad_fn is None else tensor
     known = Known(result, _forget if parameters else None)
     known.version = tensor._version
@@ -104,7 +105,7 @@ def put(
             known.place = before.place
         if maker or (before.maker and before() is not tensor):
             known.older = before
-    setattr(storage, _ROW, known)
+    setattr(storage, KNOWN, known)
     if maker:
         known.maker = maker
         known.source = source
@@ -118,7 +119,7 @@ def put(
 def take_back(tensor: Tensor, known: Known, before: Known | None) -> None:
     """Put back the entry of a tensor before, unless it was written since."""
     if known_of(tensor) is known:
-        setattr(tensor.untyped_storage(), _ROW, before)
+        setattr(tensor.untyped_storage(), KNOWN, before)
 
 
 def _forget(known: Known) -> None:
@@ -137,7 +138,7 @@ def view_of(y: Any, *makers: str) -> View | None:
     if not isinstance(y, Tensor):
         return None
     try:
-        known: Known | None = getattr(y.untyped_storage(), _ROW, None)
+        known: Known | None = getattr(y.untyped_storage(), KNOWN, None)
         # `known_of`, without a call
         if known is None or known.version != y._version or known.dtype is not y.dtype:
             return None
@@ -187,7 +188,7 @@ def expose(tensor: Tensor, *, is_read: bool = False) -> None:
         if known.maker and (is_read or (isinstance(made, Made) and made.num_readers)):
             break
         known = known.older
-    setattr(tensor.untyped_storage(), _ROW, known)
+    setattr(tensor.untyped_storage(), KNOWN, known)
 
 
 def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:

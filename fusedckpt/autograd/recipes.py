@@ -328,6 +328,11 @@ def cast(view: View, tensor: Tensor, to: Tensor) -> View:
     return view_in(Made("to", partial(_to, to.dtype), [view], [to]), to)
 
 
+def copied(view: View, copy: Tensor) -> View:
+    """Return how to read a contiguous copy of the tensor that a view reads."""
+    return view_in(Made("contiguous", Tensor.contiguous, [view], [copy]), copy)
+
+
 def _to(dtype: torch.dtype, value: Tensor) -> Tensor:
     return value.to(dtype)
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd.index import Known, known_of, put, take_back
+from fusedckpt.autograd.index import KNOWN, Known, known_of, put, take_back
 from fusedckpt.autograd.private import (
     KNOWN_PACKAGES,
     function_modes,
@@ -30,7 +30,7 @@ from fusedckpt.autograd.private import (
     pop_function_mode,
     push_function_mode,
 )
-from fusedckpt.autograd.recipes import Count, Leaf, Made, View, view_in
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, view_in
 
 # the longest chain of functions that backward runs again
 LIMIT = 12
@@ -100,6 +100,8 @@ class Tracker:
     floor: the bytes of a tensor that is worth a recipe.
     note_remade: called with each tensor that a recipe stands for, but for those of a layer that
         saves recipes without a tracker, too.
+    takes_samples: whether samples of saved tensors are compared with those of their recipes: code
+        may write to a tensor, by an address for example, before a function saves it.
     """
 
     def __init__(
@@ -111,8 +113,10 @@ class Tracker:
         is_whole: bool = False,
         floor: int = 0,
         note_remade: Count = None,
+        takes_samples: bool = False,
     ):
         self.count = count
+        self.takes_samples = takes_samples
         self.note_remade = note_remade
         self.floor = floor
         self.copies_parameters = copies_parameters
@@ -139,6 +143,22 @@ class Tracker:
         view = view_in(source, tensor, known.place)
         view.check = known.check
         return view
+
+    def recipe_of(self, tensor: Tensor) -> Leaf | Made | None:
+        """Return the recipe of a tensor, or of the storage that it is a view of, if it has one."""
+        known: Known | None = getattr(tensor.untyped_storage(), KNOWN, None)
+        if known is None or known.forward is not self.reference or known.leaf is not None:
+            return None
+        return known.made()
+
+    def know(self, known: Known, source: Leaf | Made | None) -> None:
+        """Take the recipe of a tensor from its maker; a leaf is none."""
+        if not isinstance(source, Made):
+            return
+        known.forward = self.reference
+        known.made = weakref.ref(source)
+        known.kept = source
+        self._made.append(weakref.ref(known))
 
     def view_of(self, tensor: Tensor) -> View | None:
         """Return how a reader reads a tensor that has a recipe, None where it saves the tensor."""
@@ -178,21 +198,24 @@ class Tracker:
             take_back(tensor, known, before)
 
     @contextmanager
-    def unlimited(self, *, copies_parameters: bool) -> Iterator[None]:
+    def unlimited(self, *, copies_parameters: bool, is_product: bool = False) -> Iterator[None]:
         """Let functions called inside save recipes of any size, in chains of any length.
 
         So a layer that saves recipes without a tracker saves the same ones with it.
+        is_product: whether a GEMM makes the tensors: those that recipes stand for are noted, and
+        sampled.
         """
-        before = self.floor, self.limit, self.copies_parameters
+        before = self.floor, self.limit, self.copies_parameters, self.takes_samples
         note_remade = self.note_remade
-        self.note_remade = None
+        self.note_remade = note_remade if is_product else None
+        self.takes_samples = is_product
         self.floor = 0
         self.limit = NO_LIMIT
         self.copies_parameters = copies_parameters
         try:
             yield
         finally:
-            self.floor, self.limit, self.copies_parameters = before
+            self.floor, self.limit, self.copies_parameters, self.takes_samples = before
             self.note_remade = note_remade
 
     def end(self) -> None:
@@ -290,7 +313,7 @@ class Tracker:
         view.fill(source, known.place, tensor.shape, tensor.stride(), offset)
         self.saved = view
         if made is not None:
-            view.check = known.check
+            view.check = check_of(made, tensor) if self.takes_samples else known.check
             made.add_reader(self.count)
             if self.note_remade is not None:
                 self.note_remade(tensor)

@@ -45,6 +45,7 @@ from fusedckpt.fusing.mixers_in_run import (
 from fusedckpt.fusing.recomputed_call import WRITES
 from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.swap import MARK, Original, Swap, undo
 from fusedckpt.layers import fallbacks
@@ -132,8 +133,9 @@ def _names_of_undecided(search: Search) -> Iterator[str]:
     """Yield the names of modules of other code, outside of those that are swapped."""
     if search.save != "inputs":
         return
-    taken = {module for module, _ in search.swaps}
-    taken.update(module for module in search.modules.values() if MARK in vars(module))
+    taken = {m for m, swap in search.swaps if not issubclass(swap.new_class, SharedCode)}
+    marked = (module for module in search.modules.values() if MARK in vars(module))
+    taken.update(m for m in marked if not isinstance(m, SharedCode) or _has_parts(m))
     # blocks; layers that share a recipe, and models with recipes, may hold more
     kinds = {module: type(module) for module in search.modules.values() if _has_parts(module)}
     kinds.update((module, swap.new_class) for module, swap in search.swaps if swap.parts)

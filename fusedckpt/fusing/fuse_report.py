@@ -45,7 +45,7 @@ class FuseReport:
     already: dict[str, str] = field(default_factory=dict)
     # of modules left, the class
     classes: dict[str, str] = field(default_factory=dict)
-    # of linears and activations that save the recipe of their input, the class
+    # of linears, activations and their like that save less of their input, the change
     shared: dict[str, str] = field(default_factory=dict, compare=False)
     # how attention and mixers were found, where `fuse` was given a batch
     notes: list[str] = field(default_factory=list, compare=False)
@@ -135,7 +135,7 @@ class FuseReport:
             counts = Counter(changes[name] for name in by_kind)
             lines += [f"  {count:4d} x {change}{when}" for change, count in counts.items()]
         counts = Counter(self.shared.values())
-        lines += [f"  {n:4d} x {kind} -> saves the norm's input" for kind, n in counts.items()]
+        lines += [f"  {count:4d} x {change}" for change, count in counts.items()]
         undecided = self.undecided
         left = {
             name: (self.classes[name], _advised(reason, undecided.get(name)))
@@ -165,7 +165,7 @@ class FuseReport:
             yield "recipes: results of cheap functions are made again in backward" + (
                 f"; not in the last call: {obstacle}" if obstacle else ""
             )
-        if not self.kinds:
+        if not self.kinds and not self.shared:
             yield "found no norm, MLP, attention, experts, or linear with an activation"
             counts = sorted(self.seen.items(), key=lambda pair: -pair[1])
             others = len(counts) - _MOST_CLASSES
@@ -174,7 +174,7 @@ class FuseReport:
             yield f"looked at {named}{more}"
             if RECIPES_OBSTACLE not in attributes:
                 yield "recompute_elementwise=True also recomputes activations, sums, other norms"
-        if self.swapped or self.already:
+        if self.swapped or self.already or self.shared:
             yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
 
     def _unfused(self) -> Iterator[str]:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd import dispatch
+from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_norms import FusedNorm
-from fusedckpt.fusing.lookalikes import is_transposed
+from fusedckpt.fusing.lookalikes import (
+    child_layers,
+    is_transposed,
+    looks_like,
+)
 from fusedckpt.fusing.mlp_reader import MatchedBlock
 from fusedckpt.fusing.recorded_block import is_activation
+from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.shared_code import SHARES_CODE, SharedCode
 from fusedckpt.fusing.shared_layers import (
+    READERS,
     SharedActivation,
+    SharedCheap,
     SharedLinear,
+    SharedNorm,
     SharedProduct,
     SharedReader,
 )
@@ -27,49 +39,172 @@ from fusedckpt.layers.sequential import Sequential
 
 
 def find_shared(search: Search) -> None:
-    """Find linears and activations that may read a norm's recipe; a layer of such is not left."""
+    """Find linears and activations that may save a recipe; a layer of such is not left."""
     modules = search.modules
     report = search.report
-    norms = (LayerNorm, RMSNorm, FusedNorm)
-    kinds = [*map(type, modules.values()), *(swap.new_class for _, swap in search.swaps)]
-    if not any(issubclass(kind, norms) for kind in kinds):
+    seen = _computed_elsewhere(search)
+    swaps = _layers(search, seen)
+    if search.save == "inputs":
+        _note_readers(swaps)
+        _add_code(search, seen, swaps)
+    swaps = _with_sources(search, swaps)
+    if not any(issubclass(s.new_class, (SharedProduct, SharedNorm)) for s in swaps.values()):
         return
+    report.shared.update((name, _change(modules[name], swap)) for name, swap in swaps.items())
+    for name in [n for n in report.left if n in modules and _is_shared(n, search, swaps)]:
+        del report.left[name], report.kinds[name], report.classes[name]
+    search.swaps += [(modules[name], swap) for name, swap in swaps.items()]
+
+
+def _computed_elsewhere(search: Search) -> set[nn.Module]:
+    """Return the modules that are swapped, or that another module computes."""
     seen = {*search.inside, *(module for module, _ in search.swaps)}
     # of Sequentials that a block begins or ends in
     seen.update([child for module in search.inside for child in module.children()])
     for module, swap in search.swaps:
         # its blocks are told by the classes of its layers
         seen.update(module.children() if issubclass(swap.new_class, Sequential) else ())
-    swaps: dict[str, Swap] = {}
-    for name, module in modules.items():
+    for module in search.modules.values():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
             seen.update(module.modules())
+    return seen
+
+
+def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
+    """Return the swaps of layers that may save a recipe of their input, by name."""
+    swaps: dict[str, Swap] = {}
+    for name, module in search.modules.items():
         if module in seen or module._modules or not search.may_share(name):
             continue
-        if (ours := _shared(module)) is not None:
-            attributes = {"_fusedckpt_save": search.save} if ours is SharedLinear else {}
-            swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
-    if not any(issubclass(swap.new_class, SharedProduct) for swap in swaps.values()):
-        return
-    report.shared.update((name, type(modules[name]).__name__) for name in swaps)
-    for name in [n for n in report.left if n in modules and _is_shared(n, modules[n], swaps)]:
-        del report.left[name], report.kinds[name], report.classes[name]
-    search.swaps += [(modules[name], swap) for name, swap in swaps.items()]
+        ours = _shared(module)
+        if ours is None or (ours is SharedNorm and not search.has(name, "norm")):
+            continue
+        if search.save != "inputs" and ours in (SharedCheap, SharedNorm):
+            continue
+        attributes = {"_fusedckpt_save": search.save} if ours is SharedLinear else {}
+        swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
+    return swaps
 
 
-def _is_shared(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> bool:
+def _note_readers(swaps: Mapping[str, Swap]) -> None:
+    """Note at linears that an activation stands beside them, which may read their results."""
+    places = {
+        _parent(name)
+        for name, swap in swaps.items()
+        if issubclass(swap.new_class, SharedActivation)
+    }
+    for name, swap in swaps.items():
+        if _parent(name) in places and issubclass(swap.new_class, SharedLinear):
+            swap.attributes[READERS] = "layers"
+
+
+def _add_code(search: Search, seen: Set[nn.Module], swaps: dict[str, Swap]) -> None:
+    """Add the swaps of layers whose own code may call functions between linears."""
+    for name, module in search.modules.items():
+        if module in seen or not search.may_share(name):
+            continue
+        linears = {n: search.modules[n] for n in _own_linears(name, module, swaps)}
+        layers = [*linears.values()]
+        hidden = [n for place, n in enumerate(linears) if _is_hidden(place, layers)]
+        if not hidden:
+            continue
+        new_class = subclass(SharedCode, type(module))
+        swaps[name] = Swap("linear", "", new_class, {SHARES_CODE: True})
+        for linear in hidden:
+            swaps[linear].attributes[READERS] = "code"
+
+
+def _is_hidden(place: int, linears: Sequence[Any]) -> bool:
+    """Whether a linear of a layer may make an MLP's wide tensor, or gate and up in one.
+
+    Narrow results, as of queries or of a sum with the input, are not worth a GEMM, nor are logits.
+    """
+    wide = linears[place].out_features
+    if wide <= linears[place].in_features:
+        return False
+    halves = [down.in_features for down in linears[place + 1 :]]
+    return wide // 2 in halves or any(down.in_features == wide for down in linears)
+
+
+def _change(module: nn.Module, swap: Swap) -> str:
+    """Return the text of a report on a layer."""
+    name = type(module).__name__
+    if issubclass(swap.new_class, SharedCode):
+        return f"{name} -> functions of its linears' results run again"
+    if issubclass(swap.new_class, SharedNorm):
+        return f"{name} -> saves its input"
+    return f"{name} -> saves the input of a norm or linear before it"
+
+
+def _with_sources(search: Search, swaps: Mapping[str, Swap]) -> dict[str, Swap]:
+    """Return the swaps of layers whose inputs may have a recipe: an MLP's, and behind norms."""
+    places = {_parent(name) for name, swap in swaps.items() if READERS in swap.attributes}
+    places.update(name for name, swap in swaps.items() if issubclass(swap.new_class, SharedCode))
+    has_norms = _has_norms(search, swaps)
+    return {
+        name: swap
+        for name, swap in swaps.items()
+        if name in places
+        or _parent(name) in places
+        or (has_norms and not issubclass(swap.new_class, SharedCheap))
+    }
+
+
+def _has_norms(search: Search, shared: Mapping[str, Swap]) -> bool:
+    """Whether the model has norms of whose results any layer may save the recipe."""
+    swaps = [*(swap for _, swap in search.swaps), *shared.values()]
+    kinds = [*map(type, search.modules.values()), *(swap.new_class for swap in swaps)]
+    return any(issubclass(kind, (LayerNorm, RMSNorm, FusedNorm, SharedNorm)) for kind in kinds)
+
+
+def _own_linears(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> list[str]:
+    """Return the linears whose results the code of a layer, which is no model, may read."""
+    kind = type(module)
+    if kind.__module__.startswith(("torch.", "fusedckpt.")) or kind.forward is nn.Module.forward:
+        return []
+    if "forward" in vars(module) or MARK in vars(module) or isinstance(module, ScriptModule):
+        return []
+    if _has_blocks(module):
+        return []
+    names = [join_names(name, child) for child, _ in child_layers(module)]
+    return [
+        child
+        for child in names
+        if child in shared and issubclass(shared[child].new_class, SharedLinear)
+    ]
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Whether a module is a model of blocks: each function of it would be looked at."""
+    lists = (m for m in module.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
+    entries = (entry for layers in lists for entry in layers.children())
+    return any(e._modules and not type(e).__module__.startswith("torch.") for e in entries)
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
     """Whether a module, or the linears and activations that it calls, save recipes of inputs."""
-    if name in shared and issubclass(shared[name].new_class, SharedReader):
+    reason = search.report.left[name].key
+    if reason in ("differs", "random"):
+        # a block was found, and its owner should know why it is not taken
+        return False
+    kind = shared[name].new_class if name in shared else nn.Module
+    if issubclass(kind, SharedReader):
         return True
-    swaps = [shared.get(join_names(name, child)) for child, _ in module.named_children()]
-    kinds = [swap.new_class for swap in swaps if swap is not None]
-    acts = sum(issubclass(kind, SharedActivation) for kind in kinds)
-    return acts > 0 and len(kinds) >= acts + 2
+    if issubclass(kind, (SharedNorm, SharedCode)) and reason in ("other norm", "beside"):
+        return True
+    children = (join_names(name, child) for child, _ in search.modules[name].named_children())
+    kinds = [shared[child].new_class for child in children if child in shared]
+    has_activation = any(issubclass(kind, SharedActivation) for kind in kinds)
+    return has_activation and sum(issubclass(kind, SharedProduct) for kind in kinds) >= 2
 
 
 def _shared(module: nn.Module) -> type[nn.Module] | None:
     """Return our class of a layer that may read a recipe, None for other modules."""
-    if "forward" in vars(module) or MARK in vars(module):
+    if "forward" in vars(module) or MARK in vars(module) or reasons.of_storage(module) is not None:
         return None
     if not dispatch.are_plain(*module._parameters.values()):
         return None
@@ -80,7 +215,23 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
         return SharedProduct
     if is_activation(module):
         return SharedActivation
-    return SharedReader if _has_one_matrix(module) else None
+    if _has_one_matrix(module):
+        return SharedReader
+    if isinstance(module, nn.Dropout):
+        return SharedCheap
+    return _of_vectors(module)
+
+
+def _of_vectors(module: nn.Module) -> type[nn.Module] | None:
+    """Return our class of a layer of other code with vectors alone, as norms over channels are."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    if not parameters or type(module).__module__.startswith("torch."):
+        return None
+    if any(is_lazy(p) or sum(n > 1 for n in p.shape) > 1 for p in parameters):
+        return None
+    if not takes_one(module):
+        return None
+    return SharedNorm if looks_like(module) == "norm" else SharedCheap
 
 
 def _has_one_matrix(module: nn.Module) -> bool:

@@ -65,7 +65,7 @@ class WithRecipes(nn.Module):
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling():
                 return original.forward(self, *args, **kwargs)
-            obstacle = _obstacle(args)
+            obstacle = obstacle_of_recipes(args)
             if torch.is_grad_enabled():
                 self.__dict__[RECIPES_OBSTACLE] = obstacle
             if obstacle is not None:
@@ -94,7 +94,7 @@ def find_recipe_model(model: nn.Module, search: Search) -> None:
     search.swaps.append((model, Swap("recipes", "", new_class, without_obstacle)))
 
 
-def _obstacle(args: Sequence[Any]) -> str | None:
+def obstacle_of_recipes(args: Sequence[Any]) -> str | None:
     """Return why functions may not save recipes in this call, None if they may."""
     if not torch.is_grad_enabled():
         return "it ran without gradients"

@@ -2,9 +2,11 @@
 
 A linear that reads a fused norm's output saves the norm's input, which the norm saves anyway. An
 activation that reads such a linear's output saves the same, and so does a linear that reads that
-activation's: an MLP written inside a layer's forward saves only the input of its norm. Values are
-recomputed when backward reads them, each once: a value that a later node of the backward needs too
-stays until then.
+activation's: an MLP written inside a layer's forward saves only the input of its norm. A linear
+that reads anything else saves its input, as ever; an activation behind it, and a linear behind
+that, save nothing more, as one GEMM makes both again from that input. Values are recomputed when
+backward reads them, each once: a value that a later node of the backward needs too stays until
+then.
 
 The layer's own forward runs, on the same tensors; hooks on saved tensors do the rest. Functions
 that an activation calls save recipes as in `recipe_mode`; those that draw random numbers, or that
@@ -27,10 +29,21 @@ from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
-from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, active, outside_mode, sees_alone
+from fusedckpt.autograd.replay import PLAIN
+from fusedckpt.autograd.tracker import (
+    NO_LIMIT,
+    Tracker,
+    active,
+    functions_of,
+    outside_mode,
+    sees_alone,
+)
 from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.subclass import refuse_script
 
+# the attribute of a linear with readers that may make its result again from its input: "layers"
+# for an activation beside it, "code" for functions that the layer around calls
+READERS = "_fusedckpt_readers"
 # in place of a result: the layer's own forward runs
 _OWN = object()
 _LINEAR = dispatch.own_function(F, "linear")
@@ -93,6 +106,7 @@ class Shared(nn.Module):
                     y = self._shared(x, forward)
                 if y is not _OWN:
                     return y
+                return self._from_unknown(x, forward)
         return forward(*args, **kwargs)
 
     def _shared(self, x: Any, forward: Callable[..., Tensor], is_followed: bool = False) -> Any:
@@ -102,9 +116,19 @@ class Shared(nn.Module):
         then calls itself. That saves those of a linear whose input is not contiguous.
         """
         view = index.view_of(x, NORM, *self._fusedckpt_reads)
-        if view is None or dispatch.is_recorded(x) or (is_followed and not x.is_contiguous()):
+        if view is None or dispatch.is_recorded(x):
+            return _OWN
+        if is_followed and not (x.is_contiguous() or self._copies(x)):
             return _OWN
         return self._with_recipe(x, view, forward)
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x) for an input without a recipe."""
+        return forward(x)
+
+    def _copies(self, x: Tensor) -> bool:
+        """Whether the forward copies an input that is not contiguous, and saves the copy."""
+        return False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         raise NotImplementedError
@@ -124,6 +148,9 @@ class SharedProduct(Shared):
         # as autocast does, on a tensor that is known
         cast = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
         view = recipes.cast(view, x, cast)
+        if self._copies(cast):
+            cast = cast.contiguous()
+            view = recipes.copied(view, cast)
         y = _saving(view, cast, partial(forward, cast), samples=self._fusedckpt_samples)
         if self._fusedckpt_samples:
             next_call.forget()
@@ -143,36 +170,123 @@ class SharedReader(SharedProduct):
 
 
 class SharedLinear(SharedProduct):
-    """Forward of nn.Linear: an activation recomputes its result, or saves it at another level."""
+    """Forward of nn.Linear: its readers recompute its result, or save it at another level."""
 
     _fusedckpt_save: str
+    _fusedckpt_readers = ""
     _fusedckpt_samples = False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y = super()._with_recipe(x, view, forward)
-        weight = self._parameters.get("weight")
-        bias = self._parameters.get("bias")
-        # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
-        if weight is None or y.grad_fn is None or dispatch.has_hooks(self):
-            return y
-        if getattr(forward, "__func__", None) is not dispatch.own_forward(nn.Linear) or (
-            F.linear is not _LINEAR
-        ):
-            # assigned since, to the class or to torch
-            return y
-        if self._fusedckpt_save == "inputs":
+        if y.grad_fn is not None and self._is_torchs(forward):
             layout = view.place, view.size, view.stride, view.offset
             source = weakref.ref(view.source), view.check
-            recipe = partial(_recipe_of_linear, source, layout, y.dtype)
-            index.put(y, LINEAR, recipe, weight, bias)
+            self._note(y, partial(_recipe_of_linear, source, layout, y.dtype))
+            if "linear" not in functions_of(view.source):
+                self._let_know(active(), y)
+        return y
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x), which its readers make again from x: autograd saves x anyway."""
+        weight = self._parameters.get("weight")
+        is_plain = x.__class__ in PLAIN and weight.__class__ in PLAIN
+        if not (is_plain and self._fusedckpt_readers and torch.is_grad_enabled()):
+            return forward(x)
+        if not self._is_torchs(forward):
+            return forward(x)
+        # as torch does, to tensors that are known
+        dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
+        if dtype is not None and x.dtype != torch.float64:
+            x = x.to(dtype)
+        if self._copies(x):
+            x = x.contiguous()
+        y = forward(x)
+        if private.num_function_modes() and sees_alone():
+            return outside_mode(self._noted, x, y)
+        return self._noted(x, y)
+
+    def _copies(self, x: Tensor) -> bool:
+        if x.is_contiguous() or x.dim() < 3:
+            return False
+        weight = self._parameters["weight"]
+        if weight is None or not weight.requires_grad or dispatch.has_hooks(self):
+            return False
+        try:
+            x.view(-1, x.shape[-1])
+        except RuntimeError:
+            return True
+        return False
+
+    def _noted(self, x: Tensor, y: Any) -> Any:
+        """Note that a result is made of an input that autograd saves, and return the result."""
+        if y.__class__ is not Tensor or y.grad_fn is None or private.are_transforms_active():
+            return y
+        tracker = active()
+        if tracker is not None and tracker.view_of(x) is not None:
+            # another GEMM would make the input
+            index.put(y, LINEAR, _recipe_of_saved)
+            return y
+        reference = weakref.ref(x)
+        if private.top_hooks() is not None:
+            # hooks that count may save another tensor of the same memory
+            reference = partial(_itself, x)
+        self._note(y, partial(_recipe_of_input, reference, x._version))
+        self._let_know(tracker, y)
+        return y
+
+    def _is_torchs(self, forward: Callable[..., Any]) -> bool:
+        """Whether the forward is torch's, of the parameters as they are."""
+        # hooks may compute the weight, as those of weight_norm do, or gather it for the call alone
+        if self._parameters.get("weight") is None or dispatch.has_hooks(self):
+            return False
+        # another one may be assigned since, to the class or to torch
+        is_own = getattr(forward, "__func__", None) is dispatch.own_forward(nn.Linear)
+        return is_own and F.linear is _LINEAR
+
+    def _let_know(self, tracker: Tracker | None, y: Tensor) -> None:
+        """Let functions that the code of the layer around calls know how a result is made."""
+        if tracker is None or self._fusedckpt_readers != "code":
+            return
+        known = index.known_of(y)
+        if known is not None and known.source is not None:
+            tracker.know(known, known.source(y, known.parameters))
+
+    def _note(self, y: Tensor, source: index.Source) -> None:
+        if self._fusedckpt_save == "inputs":
+            index.put(y, LINEAR, source, self._parameters["weight"], self._parameters.get("bias"))
         else:
             index.put(y, LINEAR, _recipe_of_saved)
-        return y
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _recipe_of_saved(y: Tensor, _: Sequence[Any]) -> Leaf:
     """Return the recipe of a result that is saved itself."""
     return Leaf(y)
+
+
+def _recipe_of_input(
+    reference: Callable[[], Tensor | None],
+    version: int,
+    y: Tensor,
+    parameters: Sequence[Tensor | None],
+) -> Leaf | Made:
+    """Return the recipe of a linear's result: its input, which autograd saves.
+
+    The result itself is saved where the input is gone, was written since, or is no smaller and
+    would be saved for this alone.
+    """
+    x = reference()
+    weight, bias = parameters
+    assert weight is not None
+    if x is None or x._version != version:
+        return Leaf(y)
+    if not weight.requires_grad and x.untyped_storage().nbytes() >= y.nbytes:
+        return Leaf(y)
+    leaves = [Leaf(t) for t in (x, weight, bias) if t is not None]
+    return Made("linear", partial(_linear, y.dtype), leaves, [y])
 
 
 def _recipe_of_linear(
@@ -203,10 +317,8 @@ def _linear(dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None =
         return F.linear(x.to(dtype), weight.to(dtype), bias)
 
 
-class SharedActivation(Shared):
-    """Forward of a function of single elements, which may have parameters and buffers."""
-
-    _fusedckpt_reads = (LINEAR,)
+class SharedFunctions(Shared):
+    """Forward of a layer of cheap functions."""
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y, made = _with_functions(self, x, view, forward)
@@ -215,6 +327,34 @@ class SharedActivation(Shared):
             # it is known already
             index.put(y, ACTIVATION, None)
         return y
+
+
+class SharedActivation(SharedFunctions):
+    """Forward of a function of single elements, which may have parameters and buffers."""
+
+    _fusedckpt_reads = (LINEAR,)
+
+
+class SharedCheap(SharedFunctions):
+    """Forward of a dropout, or of a layer whose parameters are vectors, behind an activation."""
+
+    _fusedckpt_reads = (ACTIVATION,)
+
+
+class SharedNorm(SharedFunctions):
+    """Forward of a norm of other code, over channels for example: it saves its input alone."""
+
+    _fusedckpt_reads = (ACTIVATION,)
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x), whose functions save recipes that begin at x."""
+        if x.__class__ is not Tensor or not (torch.is_grad_enabled() and x.requires_grad):
+            return forward(x)
+        if private.are_transforms_active() or dispatch.is_recorded(x):
+            return forward(x)
+        tracker = active()
+        view = None if tracker is None else tracker.view_of(x)
+        return self._with_recipe(x, view or recipes.view_in(Leaf(x), x), forward)
 
 
 def _with_functions(

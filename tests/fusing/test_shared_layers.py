@@ -201,8 +201,8 @@ def test_inside_a_checkpoint(use_reentrant):
 
 def test_the_report_counts_layers_that_share():
     lines = str(fusedckpt.fuse(copy.deepcopy(layer()))).splitlines()
-    assert "     4 x Linear -> saves the norm's input" in lines
-    assert "     1 x GELU -> saves the norm's input" in lines
+    assert "     4 x Linear -> saves the input of a norm or linear before it" in lines
+    assert "     1 x GELU -> saves the input of a norm or linear before it" in lines
 
 
 @pytest.mark.parametrize("name", ["norm2", "fc1", "act"])
@@ -218,7 +218,8 @@ def test_layers_with_hooks_are_not_run_again(name):
     assert fc2._saved_mat1.shape[-1] == F
     assert_same(grads(fused, x), grads(eager, x))
     bytes_saved = saved_bytes(lambda x: fused(x * 1), [x])
-    assert bytes_saved > 8 * 2 * T * 2 * D
+    # functions of an activation with hooks are seen as functions of the layer's code are
+    assert (bytes_saved > 8 * 2 * T * 2 * D) == (name != "act")
 
 
 def test_compiled_as_one_graph():

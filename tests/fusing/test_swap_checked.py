@@ -80,7 +80,8 @@ def test_a_wrong_rule_is_named(monkeypatch):
 
     monkeypatch.setattr(verification._Run, "results", off)
     before = kinds(model)
-    report = fuse(model, attention=False)
+    # linears that run as they are may save recipes, which no check has to pass
+    report = fuse(model, attention=False, linear=False)
     assert report.swapped == {}
     assert sorted(report.left) == ["0", "1", "2", "3", "4", "5.0"]
     assert {reason.key for reason in report.left.values()} == {"differs"}

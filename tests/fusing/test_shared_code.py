@@ -1,0 +1,372 @@
+"""An MLP written inside a layer saves the first linear's input, whatever made that."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, calls, gemms, peak_of_step, randn, saved_bytes
+from torch import nn
+from torch.utils.checkpoint import CheckpointError
+
+from fusedckpt import fuse, unfuse
+from fusedckpt.fusing.shared_code import SHARES_CODE
+from fusedckpt.memory import saved_tensors
+
+T, D, WIDE = 6, 8, 32
+# bytes of a tensor of D values for each of T tokens in float64
+ROWS = 8 * T * D
+
+
+class Block(nn.Module):
+    """A residual block whose MLP is written in its forward, behind a gate, which is no norm."""
+
+    def __init__(self, between: Any, bias: bool = True):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(D))
+        self.fc1, self.fc2 = nn.Linear(D, WIDE, bias), nn.Linear(WIDE, D, bias)
+        self.gate, self.act, self.drop = nn.Linear(D, WIDE, bias), nn.GELU(), nn.Dropout(0.0)
+        self.between = between
+
+    def read(self, x):
+        return x.sigmoid() * self.scale
+
+    def forward(self, x):
+        y = self.read(x)
+        return x + self.fc2(self.between(self, y))
+
+
+def own_gelu(z):
+    return z * 0.5 * (1 + torch.erf(z / 2**0.5))
+
+
+BETWEEN = {
+    "module": lambda m, y: m.act(m.fc1(y)),
+    "function": lambda m, y: F.gelu(m.fc1(y)),
+    "dropout": lambda m, y: m.drop(m.act(m.fc1(y))),
+    "function and dropout": lambda m, y: m.drop(F.silu(m.fc1(y))),
+    "gate": lambda m, y: F.silu(m.gate(y)) * m.fc1(y),
+    "module's gate": lambda m, y: m.act(m.gate(y)) * m.fc1(y),
+    "square": lambda m, y: F.relu(m.fc1(y)).square(),
+    "written out": lambda m, y: own_gelu(m.fc1(y)),
+    "in place": lambda m, y: m.fc1(y).relu_(),
+    "transposed": lambda m, y: F.gelu(m.fc1(y.transpose(0, 1))).transpose(0, 1),
+}
+
+
+def pair(between: Any, bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    eager: Any = Block(between, bias).to(DEVICE, dtype)
+    fused = copy.deepcopy(eager)
+    # else the whole block runs again, as one without attention may
+    report = fuse(fused, mlp=False, attention=False)
+    assert report.left == {}
+    return eager, fused
+
+
+def results(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor | None]:
+    y = model(x)
+    wanted = [x, *(p for p in model.parameters() if p.requires_grad)]
+    return [y.detach(), *torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)]
+
+
+def assert_same(ours, theirs):
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", ""])
+def test_no_wide_tensor_is_saved(name, bias):
+    eager, fused = pair(BETWEEN[name], bias)
+    x = randn(2, T // 2, D, dtype=torch.float64)
+    # twice: the first call of a layer shows whether its code reads a linear's result
+    for _ in range(2):
+        assert_same(results(fused, x), results(eager, x))
+    # sigmoid's result, and the gate's, which fc1 reads
+    assert saved_bytes(fused, [x]) <= 3 * ROWS < saved_bytes(eager, [x]) * 0.6
+    # one GEMM for each wide linear, for two readers each
+    wide = 2 if "gate" in name else 1
+    num_gemms = [len(gemms(lambda model=model: results(model, x))) for model in (eager, fused)]
+    assert num_gemms[1] - num_gemms[0] == wide
+
+
+def strided(m, y):
+    """Return what a linear makes of a part of a tensor that a reshape need not copy."""
+    return F.gelu(m.fc1(torch.cat((y, y), -1).sin()[..., :D]))
+
+
+def test_a_part_of_a_tensor_is_not_copied():
+    eager, fused = pair(strided)
+    x = randn(2, T // 2, D, dtype=torch.float64)
+    for _ in range(2):
+        assert_same(results(fused, x), results(eager, x))
+    # sigmoid's result, and the sine's argument and result, of twice the width
+    assert saved_bytes(fused, [x]) <= (2 + 2 * 2) * ROWS
+
+
+def test_the_peak_falls():
+    eager = nn.Sequential(*[Block(BETWEEN["function"]) for _ in range(6)]).to(DEVICE)
+    fused, x = copy.deepcopy(eager), randn(128, D)
+    fuse(fused, mlp=False, attention=False)
+    saved = [saved_bytes(m, [x]) for m in (eager, fused)]
+    peaks = [peak_of_step(m, x) for m in (eager, fused)]
+    assert peaks[0] - peaks[1] >= 0.8 * (saved[0] - saved[1]) > 0
+
+
+@pytest.mark.parametrize("frozen", ["fc1", "fc2", "scale", "gate"])
+def test_frozen_parameters(frozen):
+    eager, fused = pair(BETWEEN["gate"])
+    x = randn(T, D, dtype=torch.float64)
+    for model in (eager, fused):
+        getattr(model, frozen).requires_grad_(False)
+    assert_same(results(fused, x), results(eager, x))
+    assert saved_bytes(fused, [x]) <= 3 * ROWS
+
+
+def test_a_frozen_linear_keeps_no_wider_input():
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.act, self.up = nn.Linear(WIDE, D), nn.GELU(), nn.Linear(D, WIDE)
+
+        def forward(self, x):
+            return self.up(self.act(self.down(x * 2)))
+
+    narrow = Narrow()
+    narrow.down.requires_grad_(False)
+    model = nn.Sequential(narrow, nn.Identity()).to(DEVICE, torch.float64)
+    x, fused = randn(T, WIDE, dtype=torch.float64), copy.deepcopy(model)
+    fuse(fused, mlp=False, attention=False)
+    assert saved_bytes(fused, [x]) <= saved_bytes(model, [x])
+
+
+class Writes(Block):
+    """Writes to the first linear's input, or result, before the activation reads that."""
+
+    def __init__(self, what: str):
+        super().__init__(None)
+        self.what = what
+
+    def forward(self, x):
+        y = self.read(x).detach().requires_grad_() if self.what == "input" else self.read(x)
+        z = self.fc1(y)
+        with torch.no_grad():
+            (y if self.what == "input" else z).mul_(2)
+        return self.fc2(self.act(z))
+
+
+def test_a_result_that_is_written_is_not_made_again():
+    eager: Any = Writes("result").to(DEVICE, torch.float64)
+    fused = copy.deepcopy(eager)
+    fuse(fused, mlp=False, attention=False)
+    x = randn(T, D, dtype=torch.float64)
+    assert_same(results(fused, x), results(eager, x))
+
+
+def test_an_input_that_is_written_is_an_error_as_ever():
+    for fuses in (False, True):
+        model = Writes("input").to(DEVICE, torch.float64)
+        if fuses:
+            fuse(model, mlp=False, attention=False)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(randn(T, D, dtype=torch.float64)).sum().backward()
+
+
+def read_twice(m, y):
+    h = F.gelu(m.fc1(y))
+    return h + h.sin()
+
+
+def same_linear_twice(m, y):
+    return F.gelu(m.fc1(y)) + F.silu(m.fc1(2 * y))
+
+
+@pytest.mark.parametrize("between", [read_twice, same_linear_twice])
+def test_other_readers(between):
+    eager, fused = pair(between)
+    x = randn(T, D, dtype=torch.float64)
+    for _ in range(2):
+        assert_same(results(fused, x), results(eager, x))
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def hook(model: Any) -> None:
+    model.fc1.register_forward_hook(lambda module, args, y: 2 * y)
+
+
+def parametrize(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.fc1, "weight", Doubled())
+
+
+def adapt(model: Any) -> None:
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base, self.a = base, nn.Linear(D, 2, False, device=DEVICE, dtype=torch.float64)
+            self.b = nn.Linear(2, WIDE, False, device=DEVICE, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.base(x) + self.b(self.a(x))
+
+    torch.manual_seed(1)
+    model.fc1 = Adapted(model.fc1)
+
+
+def patch(model: Any) -> None:
+    model.fc1.forward = lambda x: F.linear(x, model.fc1.weight).tanh()
+
+
+@pytest.mark.parametrize("change", [hook, parametrize, adapt, patch])
+@pytest.mark.parametrize("name", ["module", "function"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_linears_of_other_code(change, name, when):
+    torch.manual_seed(0)
+    eager: Any = Block(BETWEEN[name]).to(DEVICE, torch.float64)
+    fused = copy.deepcopy(eager)
+    if when == "after":
+        fuse(fused, mlp=False, attention=False)
+    change(eager)
+    change(fused)
+    if when == "before":
+        fuse(fused, mlp=False, attention=False)
+    x = randn(T, D, dtype=torch.float64)
+    for _ in range(2):
+        assert_same(results(fused, x), results(eager, x))
+
+
+@pytest.mark.parametrize("rate", [0.3, 1.0])
+def test_a_dropout_draws_as_torch_does(rate):
+    eager, fused = pair(BETWEEN["dropout"])
+    x, found = randn(T, D, dtype=torch.float64), []
+    for model in (eager, fused):
+        model.drop.p = rate
+        torch.manual_seed(3)
+        found.append(results(model, x))
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["module", "function", "gate"])
+def test_autocast(name):
+    eager, fused = pair(BETWEEN[name], dtype=torch.float32)
+    x, found = randn(T, D), []
+    for model in (eager, fused):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            found.append(results(model, x))
+    assert_same(found[1], found[0])
+    with torch.autocast(DEVICE.type, torch.bfloat16), saved_tensors() as saved:
+        fused(x)
+    assert (T, WIDE) not in [storage.shape for storage in saved.storages]
+
+
+class ChannelNorm(nn.Module):
+    """A LayerNorm over channels, as ConvNeXt's code has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(D)), nn.Parameter(torch.zeros(D))
+
+    def forward(self, x):
+        u = x.mean(1, keepdim=True)
+        s = (x - u).pow(2).mean(1, keepdim=True)
+        x = (x - u) / torch.sqrt(s + 1e-6)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
+class ResponseNorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((1, 1, 1, WIDE), 0.5))
+
+    def forward(self, x):
+        length = x.norm(dim=(1, 2), keepdim=True)
+        return self.gamma * (x * length / (length.mean(-1, keepdim=True) + 1e-6)) + x
+
+
+class Picture(nn.Module):
+    """As ConvNeXt V2's block, with a norm over channels before the linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.grn, self.act = ChannelNorm(), ResponseNorm(), nn.GELU()
+        self.up, self.down = nn.Linear(D, WIDE), nn.Linear(WIDE, D)
+
+    def forward(self, x):
+        y = self.up(self.norm(x * 2).permute(0, 2, 3, 1))
+        return x + self.down(self.grn(self.act(y))).permute(0, 3, 1, 2)
+
+
+def test_a_norm_over_channels_is_a_norm():
+    torch.manual_seed(0)
+    eager, x = Picture().to(DEVICE, torch.float64), randn(2, D, 3, 3, dtype=torch.float64)
+    fused = copy.deepcopy(eager)
+    report = fuse(fused)
+    assert report.left == {}
+    assert "     1 x ChannelNorm -> saves its input" in str(report).splitlines()
+    assert_same(results(fused, x), results(eager, x))
+    # the norm's input, and a number for each pixel
+    assert saved_bytes(fused, [x]) == 8 * (x.numel() + x.numel() // D)
+    assert saved_bytes(eager, [x]) > 15 * 8 * x.numel()
+
+
+def test_a_layer_without_such_functions_is_looked_at_once():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(D, WIDE), nn.Linear(WIDE, D)
+
+        def forward(self, x):
+            return self.a(x), self.b(x.repeat(1, WIDE // D))
+
+    model = Two().to(DEVICE)
+    fuse(model, mlp=False, attention=False)
+    assert vars(model)[SHARES_CODE]
+    model(randn(T, D))
+    assert not vars(model)[SHARES_CODE]
+    unfuse(model)
+    assert type(model) is Two
+    assert SHARES_CODE not in vars(model)
+
+
+def test_calls_that_save_nothing_take_no_mode():
+    _, fused = pair(BETWEEN["function"])
+    x = randn(T, D, dtype=torch.float64)
+    num_calls = []
+    for _ in range(2):
+        with torch.no_grad():
+            num_calls.append(calls(lambda: fused(x)))
+        vars(fused)[SHARES_CODE] = False
+    assert num_calls[0] <= num_calls[1] + 20
+    compiled = torch.compile(fused, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), fused(x))
+
+
+@pytest.mark.parametrize("place", ["linear", "activation", "product"])
+def test_writes_of_which_no_function_tells(place):
+    """A kernel of other code writes by an address to a tensor that would be made again."""
+
+    def at(name, h):
+        if name == place and not h.is_meta:
+            ctypes.memset(h.data_ptr(), 0, h.nbytes // 2)
+        return h
+
+    def between(m, y):
+        gate = at("activation", F.silu(at("linear", m.fc1(y))))
+        return at("product", gate * m.fc1(y))
+
+    eager, fused = pair(between)
+    x = randn(T, D)
+    expected = results(eager, x)
+    message = ""
+    try:
+        assert_same(results(fused, x), expected)
+    except CheckpointError as error:
+        message = str(error)
+    assert not message or "writes there without a version" in message
