@@ -32,7 +32,8 @@ from bench.results import MIB, Row, append
 from bench.shapes import DENSE, EXPERTS, HARDER, TOKENS, WHOLE, D, Shape, model_of
 from bench.survey import DTYPE, Cost, measured_step, obstacle
 from bench.tables import Columns, show
-from bench.zoo import ZOO
+from bench.zoo import OWN, ZOO
+from bench.zoo.model import Model
 from fusedckpt import fuse
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.memory import SavedTensors, saved_tensors
@@ -44,6 +45,7 @@ UNIT = TOKENS * D * 2
 FILE = "shares.jsonl"
 LAYERS_FILE = "layers.jsonl"
 WHOLE_FILE = "whole.jsonl"
+OWN_FILE = "own.jsonl"
 
 
 def saved_by(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SavedTensors:
@@ -113,13 +115,14 @@ def options(add: Options) -> None:
     """Add the options."""
     add.add_argument("models", nargs="*", metavar="MODEL", help="models; default: all")
     add.flag("whole", "whole language models with head and loss, the bytes of 64 tokens")
+    add.flag("own", "blocks as people write them in repositories of their own")
     add.flag("verbose", "print reports of fuse, too")
-    add.place(f"{LAYERS_FILE} and {FILE}, or {WHOLE_FILE}", has_device=False)
+    add.place(f"{LAYERS_FILE} and {FILE}, {WHOLE_FILE} or {OWN_FILE}", has_device=False)
 
 
 def prepare(chosen: Namespace) -> Namespace:
     """Raise ValueError for a model that is unknown."""
-    known = [*WHOLE] if chosen.whole else [*LANGUAGE, *ZOO]
+    known = [*WHOLE] if chosen.whole else [*OWN] if chosen.own else [*LANGUAGE, *ZOO]
     for name in chosen.models:
         if name not in known:
             raise ValueError(f"MODEL must be one of {', '.join(known)}, got {name!r}")
@@ -130,9 +133,11 @@ def prepare(chosen: Namespace) -> Namespace:
 def run(chosen: Namespace) -> int:
     """Print the tables, and the medians of groups."""
     layers = partial(_layers, is_verbose=chosen.verbose)
-    parts = [(LANGUAGE, layers, LAYERS_FILE), (ZOO, _survey, FILE)]
+    parts = [(LANGUAGE, layers, LAYERS_FILE), (ZOO, partial(_survey, ZOO), FILE)]
     if chosen.whole:
         parts = [(WHOLE, _wholes, WHOLE_FILE)]
+    elif chosen.own:
+        parts = [(OWN, partial(_survey, OWN), OWN_FILE)]
     for models, measure, file in parts:
         names = [name for name in chosen.models if name in models]
         with _quiet_on_one_thread():
@@ -211,17 +216,17 @@ class Surveyed(NamedTuple):
         return getattr(self.costs[way], quantity) / getattr(self.costs["eager"], quantity)
 
 
-def _survey(names: Sequence[str]) -> list[Row]:
+def _survey(by_name: Mapping[str, Model], names: Sequence[str]) -> list[Row]:
     """Measure models of all groups, print their table and medians, and return their rows."""
     models: list[Surveyed] = []
     with progress("shares", len(names)) as tick:
         for name in names:
             tick(name)
-            why = obstacle(ZOO[name])
+            why = obstacle(by_name[name])
             if why is not None:
                 print(f"{name}: left out, it {why}", flush=True)
                 continue
-            models.append(Surveyed(name, ZOO[name].group, measured_step(ZOO[name])))
+            models.append(Surveyed(name, by_name[name].group, measured_step(by_name[name])))
     if not models:
         return []
     show("Bytes of a training step, whole models", _BYTES, models, _BYTES_NOTES, words=2)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from bench.zoo.diffusion import DIFFUSION, UNETS
 from bench.zoo.model import Model
+from bench.zoo.own_nets import OWN_NETS
+from bench.zoo.own_transformers import OWN_TRANSFORMERS
 from bench.zoo.pictures import CNNS, VISION
 from bench.zoo.sequences import AUDIO, ENCODERS, HYBRID
 
@@ -23,3 +25,5 @@ ZOO: Mapping[str, Model] = {
     **ENCODERS,
     **AUDIO,
 }
+# blocks of public repositories, by what they are like
+OWN: Mapping[str, Model] = {**OWN_TRANSFORMERS, **OWN_NETS}

@@ -144,6 +144,18 @@ def test_logits_and_layers_are_gone_from_whole_models(capsys, refused, tmp_path)
     assert lines[-1] == f"wrote {tmp_path / 'whole.jsonl'}"
 
 
+def test_a_block_of_own_code(capsys, refused, tmp_path):
+    from bench.results import read
+
+    assert "MODEL must be one of nanogpt, " in refused("shares", "lama", "--own")
+    assert command.main(["shares", "convnext", "--own", f"--out={tmp_path}"]) == 0
+    rows = {row["name"]: row for row in read(tmp_path / "own.jsonl")}
+    assert rows["fuse"]["saved_bytes"] < 0.2 * rows["eager"]["saved_bytes"]
+    # one GEMM of 512 x 64 x 256 more for each of two blocks
+    more = rows["fuse"]["step_flops"] - rows["eager"]["step_flops"]
+    assert more == 2 * 2 * 512 * 64 * 256
+
+
 def test_layers_save_less_by_model(capsys, tmp_path):
     pytest.importorskip("transformers")
     from bench.results import read
