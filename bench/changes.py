@@ -12,7 +12,7 @@ from bench.results import Row, Rows, is_timed, key_of, quantiles, ratios, title
 from bench.tables import Columns, show, significant
 
 # rounds on either side; p20 and p80 of fewer say nothing of noise
-FEWEST = 5
+FEWEST_ROUNDS = 5
 TIMES = ("forward_ms", "backward_ms", "both_ms")
 # counted, not sampled: any change is one
 SIZES = ("saved_bytes", "peak_bytes", "backward_peak_bytes", "fits", "depth")
@@ -36,7 +36,7 @@ def _words(name: str, what: str, before: object, after: object) -> Row:
 
 def _moved(a: Sequence[float], b: Sequence[float], threshold: float) -> bool:
     """Whether the medians differ by more than the threshold, and more than their noise."""
-    if min(len(a), len(b)) < FEWEST:
+    if min(len(a), len(b)) < FEWEST_ROUNDS:
         return False
     low, middle, high = quantiles(a)
     other_low, other_middle, other_high = quantiles(b)
@@ -84,11 +84,11 @@ def _notes(earlier: dict[Any, Rows], later: dict[Any, Rows], threshold: float) -
     pairs = [(earlier[key], rows) for key, rows in later.items() if key in earlier]
 
     def is_short(rows: Rows) -> bool:
-        return any(len(row["both_ms"]) < FEWEST for row in rows if is_timed(row))
+        return any(len(row["both_ms"]) < FEWEST_ROUNDS for row in rows if is_timed(row))
 
     if short := [after[0] for before, after in pairs if is_short([*before, *after])]:
         names = ", ".join(map(title, short))
-        yield f"times of fewer than {FEWEST} rounds are not compared: {names}"
+        yield f"times of fewer than {FEWEST_ROUNDS} rounds are not compared: {names}"
     for before, after in pairs:
         for what in TIMES:
             old = before[0].get(what) or ()

@@ -30,8 +30,12 @@ from fusedckpt.planning.max_size import HEADROOM, WAYS
 from fusedckpt.reporting.factory import MadeModel, made_on_meta
 from fusedckpt.reporting.memory_text import compared
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_DTYPES_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES}
+_DTYPES_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 _FACTORY = (
     "a function without arguments that returns a model, or a tuple that begins with one, "
     "which is fused and named part by part; MODULE is importable from the working directory"
@@ -175,7 +179,7 @@ def _packages() -> str:
 def _paths(device: str) -> list[str]:
     """Return lines of the functions that run on each path, by dtypes with the same paths."""
     dtypes: dict[str, list[str]] = {}
-    for dtype in _DTYPES:
+    for dtype in _DTYPES_BY_NAME.values():
         functions: dict[str, list[str]] = {}
         for name, path in fusedckpt.backends(device, dtype).items():
             functions.setdefault(path, []).append(name)

@@ -129,7 +129,7 @@ class SavedTensors:
 
 
 # the parts that hold the memory of a sparse or nested tensor
-_PARTS: dict[torch.layout, tuple[str, ...]] = {
+_PARTS_OF_LAYOUT: dict[torch.layout, tuple[str, ...]] = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
     torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
@@ -157,10 +157,10 @@ def strided(tensor: Tensor) -> list[Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None and tensor.layout == torch.strided:
         return [part for name in flatten()[0] for part in strided(getattr(tensor, name))]
-    if tensor.layout not in _PARTS:
+    if tensor.layout not in _PARTS_OF_LAYOUT:
         return [tensor]
     tensor = tensor.detach()
-    return [getattr(tensor, part)() for part in _PARTS[tensor.layout]]
+    return [getattr(tensor, part)() for part in _PARTS_OF_LAYOUT[tensor.layout]]
 
 
 def storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:

@@ -28,7 +28,7 @@ from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_vector
 
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
-_PRODUCTS = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
+_MULTIPLIES = {torch.mul, Tensor.mul, Tensor.mul_, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__}
 _ACTIVATIONS = {
     F.silu: "silu",
     F.relu: "relu",
@@ -40,7 +40,7 @@ _ACTIVATIONS = {
 }
 _VIEWS = (View, Leaf)
 # norms that save statistics, and the names of their arguments
-_WITH_STATISTICS = {
+_NORM_ARGUMENTS = {
     F.group_norm: ("input", "num_groups", "weight", "bias", "eps"),
     F.batch_norm: (
         "input",
@@ -206,11 +206,11 @@ def _channel_norm(end: _Call) -> Callable[[], Tensor] | None:
         passed.append(call.made)
     residual = None
     owner = call.made
-    parts = _parts_of_sum(call, _WITH_STATISTICS, end.made)
+    parts = _parts_of_sum(call, _NORM_ARGUMENTS, end.made)
     if parts is not None:
         call, residual = parts
         passed.append(call.made)
-    if call.func not in _WITH_STATISTICS:
+    if call.func not in _NORM_ARGUMENTS:
         return None
     return _of_statistics(end, call, activation, (residual, owner), _Chain(*passed))
 
@@ -223,7 +223,7 @@ def _of_statistics(
     end: the last function; call: the norm; added: the residual, None where absent, and the recipe
     that reads it.
     """
-    options = call.named(_WITH_STATISTICS[call.func])
+    options = call.named(_NORM_ARGUMENTS[call.func])
     norm = call.made
     num_given = sum(isinstance(value, _VIEWS) for value in options.values())
     if len(norm.inputs) != num_given + 2:
@@ -261,11 +261,11 @@ def _modulated_norm(end: _Call) -> Callable[[], Tensor] | None:
     passed: list[Made] = []
     product = end
     shift = None
-    parts = _parts_of_sum(end, _PRODUCTS, end.made)
+    parts = _parts_of_sum(end, _MULTIPLIES, end.made)
     if parts is not None:
         product, shift = parts
         passed.append(product.made)
-    operands = _operands(product, _PRODUCTS)
+    operands = _operands(product, _MULTIPLIES)
     for view, factor in () if operands is None else (operands, operands[::-1]):
         inner = _inner(view, end.made)
         norm = None if inner is None else _row_norm(inner)
@@ -362,12 +362,12 @@ def _rows_of(view: View, size: torch.Size) -> int | None:
 
 def _gated_sum(end: _Call) -> Callable[[], Tensor] | None:
     """Match residual + gate * branch."""
-    parts = _parts_of_sum(end, _PRODUCTS, end.made)
+    parts = _parts_of_sum(end, _MULTIPLIES, end.made)
     if parts is None:
         return None
     product, residual = parts
     layout = end.made.layouts[0]
-    operands = _operands(product, _PRODUCTS)
+    operands = _operands(product, _MULTIPLIES)
     for branch, gate in () if operands is None else (operands, operands[::-1]):
         probe, gates = (
             torch.empty_strided(v.size, v.stride, device="meta") for v in (branch, gate)

@@ -33,7 +33,7 @@ _ATTENTION = frozenset(
 _SOFTMAXES = "softmax", "entmax", "sparsemax"
 # those of losses and of discrete choices
 _NO_SOFTMAXES = "log_softmax", "gumbel_softmax"
-_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
+_MATRIX_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 # their functions beside a class's own file are not looked into
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
 # how many functions are looked into for one class
@@ -100,7 +100,7 @@ def _calls_inside(module: nn.Module, names: Collection[str]) -> Iterator[_Calls]
     """Yield the calls of functions in a module's attributes, and of modules without weights."""
     for name, value in vars(module).items():
         if name in names and (called := _name_of(value)):
-            yield _Calls(has_product=called in _PRODUCTS, has_softmax=_is_softmax(called))
+            yield _Calls(has_product=called in _MATRIX_PRODUCTS, has_softmax=_is_softmax(called))
     for name, child in module.named_children():
         if name not in names or any(True for _ in child.parameters()):
             continue
@@ -162,7 +162,7 @@ def _calls_in(kind: type, method: str) -> _Calls:
                 queue.append(unwrap(value))
         for name in names:
             queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
-    has_product = has_product or not _PRODUCTS.isdisjoint(all_names)
+    has_product = has_product or not _MATRIX_PRODUCTS.isdisjoint(all_names)
     has_softmax = any(map(_is_softmax, all_names))
     if not _ATTENTION.isdisjoint(all_names) or (has_product and has_softmax):
         kinds.add(NAME)

@@ -28,14 +28,14 @@ from fusedckpt.autograd import arguments
 
 __all__ = ["BACKENDS", "build"]
 
-NAME = "fusedckpt-layers"
+REPOSITORY_NAME = "fusedckpt-layers"
 VERSION = 1
 # those of `kernels` on which torch, and triton or ATen, run these layers
 BACKENDS = ("cpu", "cuda", "rocm", "xpu")
 _PACKAGE = Path(fusedckpt.__file__).parent
 _LAYERS = "fusedckpt.integrations.hub_layers"
 _LIBRARY = "_library"
-_MODULE = NAME.replace("-", "_")
+_MODULE = REPOSITORY_NAME.replace("-", "_")
 # of names that are global in a process, where another version may be, too
 ID = f"{_MODULE}_{VERSION}"
 _IMPORT = re.compile(r"^(\s*)from fusedckpt(?:\.([\w.]+))? import", re.MULTILINE)
@@ -78,7 +78,7 @@ def _files() -> Iterator[tuple[Path, str]]:
     """Yield the files of the source folder, each with its text."""
     yield (
         Path("__init__.py"),
-        f'"""{NAME}: layers that save their inputs."""\n\nfrom . import layers\n',
+        f'"""{REPOSITORY_NAME}: layers that save their inputs."""\n\nfrom . import layers\n',
     )
     yield Path(_LIBRARY, "__init__.py"), ""
     for module in sorted(_imported(_LAYERS)):
@@ -138,7 +138,7 @@ def _rewritten(text: str, root: str) -> str:
 
 def _metadata(backend: str) -> dict[str, object]:
     return {
-        "name": NAME,
+        "name": REPOSITORY_NAME,
         "id": f"{ID}_{backend}",
         "version": VERSION,
         "license": "Apache-2.0",
@@ -150,7 +150,7 @@ def _metadata(backend: str) -> dict[str, object]:
 def _toml(backends: Iterable[str]) -> str:
     names = ", ".join(f'"{backend}"' for backend in backends)
     return (
-        f'[general]\nname = "{NAME}"\nversion = {VERSION}\nlicense = "Apache-2.0"\n'
+        f'[general]\nname = "{REPOSITORY_NAME}"\nversion = {VERSION}\nlicense = "Apache-2.0"\n'
         f"backends = [{names}]\n\n[torch-noarch]\n"
     )
 

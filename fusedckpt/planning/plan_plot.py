@@ -9,17 +9,16 @@ from typing import Any, TypeAlias
 from fusedckpt.planning.chain import Chain, Outcome, moments, simulate
 from fusedckpt.planning.rules import by_rule
 from fusedckpt.planning.solver import least_peak, solve
-from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, MIB, RED, panels
 from fusedckpt.reporting.tables import enough
 
 # the class of `plans.py`, which imports this module
 Plan: TypeAlias = Any
 
-_MIB = 2**20
 _POINTS = 24
 # a budget is drawn up to so much of an axis beyond its end
 _FAR = 0.25
-_RULES = {
+_RULES_DRAWN = {
     "none": "save everything",
     "sqrt": "sqrt(n) segments",
     "all": "checkpoint every unit",
@@ -39,17 +38,17 @@ def draw_trade(axes: Any, plan: Plan) -> None:
     forward = plan.forward_ms or chain.forward_ms or 1.0
     points = _frontier(chain, plan.predicted_bytes)
     axes.step(
-        [point.peak_bytes / _MIB for point in points],
+        [point.peak_bytes / MIB for point in points],
         [100 * point.extra_ms / forward for point in points],
         where="post",
         color=BLUE,
         label="best plan for each budget",
     )
-    for marker, (rule, label) in zip("s^D", _RULES.items(), strict=True):
+    for marker, (rule, label) in zip("s^D", _RULES_DRAWN.items(), strict=True):
         outcome = by_rule(chain, rule)
-        spot = outcome.peak_bytes / _MIB, 100 * outcome.extra_ms / forward
+        spot = outcome.peak_bytes / MIB, 100 * outcome.extra_ms / forward
         axes.plot(*spot, marker, color=GREY, markersize=8, label=label)
-    spot = plan.predicted_bytes / _MIB, 100 * plan.extra_ms / forward
+    spot = plan.predicted_bytes / MIB, 100 * plan.extra_ms / forward
     axes.plot(*spot, "o", color=RED, markersize=10, label=f"this plan ({plan.policy})")
     if plan.budget_bytes is not None:
         _draw_budget(axes, plan.budget_bytes)
@@ -64,9 +63,9 @@ def _draw_budget(axes: Any, budget: int) -> None:
     """Draw a line at the budget; where that is far above all points, an arrow towards it."""
     start, end = axes.get_xlim()
     where: Any = {"xycoords": ("data", "axes fraction"), "va": "top"}
-    if budget / _MIB <= end + _FAR * (end - start):
-        axes.axvline(budget / _MIB, color=FAINT, linewidth=1, linestyle=":")
-        axes.annotate(" budget", (budget / _MIB, 1), **where)
+    if budget / MIB <= end + _FAR * (end - start):
+        axes.axvline(budget / MIB, color=FAINT, linewidth=1, linestyle=":")
+        axes.annotate(" budget", (budget / MIB, 1), **where)
     else:
         label = f"budget {enough(budget)} \N{RIGHTWARDS ARROW}"
         axes.annotate(label, (end, 1), **where, ha="right")
@@ -79,7 +78,7 @@ def draw_step(axes: Any, plan: Plan) -> None:
         f"this plan ({plan.policy})": (plan.items, RED),
     }
     for label, (items, color) in ways.items():
-        live = [nbytes / _MIB for nbytes, _ in moments(plan.chain, items)]
+        live = [nbytes / MIB for nbytes, _ in moments(plan.chain, items)]
         peak = enough(simulate(plan.chain, items).peak_bytes)
         axes.plot(range(1, len(live) + 1), live, color=color, label=f"{label}: {peak}")
     # a forward has two moments for each unit, and one before them
@@ -87,7 +86,7 @@ def draw_step(axes: Any, plan: Plan) -> None:
     axes.axvline(end, color=FAINT, linewidth=1, linestyle=":")
     # phases have no common measure of time
     axes.set_xticks([0.5, end], ["forward", "backward"], ha="left")
-    budget = math.inf if plan.budget_bytes is None else plan.budget_bytes / _MIB
+    budget = math.inf if plan.budget_bytes is None else plan.budget_bytes / MIB
     # one far above would flatten the curves
     if budget <= (1 + _FAR) * axes.get_ylim()[1]:
         axes.axhline(budget, color=FAINT, linewidth=1, linestyle=":")

@@ -15,6 +15,8 @@ GREY = "#8c8c8c"
 # of text and lines
 INK = "#222222"
 FAINT = "#6b6b6b"
+# the unit of bytes on axes
+MIB = 2**20
 STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": INK,

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, RED, panels
+from fusedckpt.reporting.figure import BLUE, FAINT, GREY, INK, MIB, RED, panels
 from fusedckpt.reporting.tables import size
 from fusedckpt.reporting.timeline import Moment
 
@@ -17,8 +17,7 @@ from fusedckpt.reporting.timeline import Moment
 MemoryReport: TypeAlias = Any
 
 # modules drawn; the others are one bar
-_MOST = 14
-_MIB = 2**20
+_MOST_BARS = 14
 # of the axis of time: its numbers in a moment's, and its text
 _UNITS_OF_AXIS = {"ms": 1e6, "ops": 1}
 _TIMES_OF_AXIS = {"ms": "ms into the step, under the profiler", "ops": "ops into the step"}
@@ -58,13 +57,13 @@ def by_layer(modules: Mapping[str, int]) -> dict[str, int]:
 
 
 def _draw_modules(axes: Any, layers: Mapping[str, int]) -> None:
-    rows = list(layers.items())[:_MOST]
-    more = list(layers.values())[_MOST:]
+    rows = list(layers.items())[:_MOST_BARS]
+    more = list(layers.values())[_MOST_BARS:]
     colors = [BLUE] * len(rows)
     if more:
         rows.append((f"{len(more)} more", sum(more)))
         colors.append(GREY)
-    widths = [nbytes / _MIB for _, nbytes in rows]
+    widths = [nbytes / MIB for _, nbytes in rows]
     bars = axes.barh(range(len(rows)), widths, color=colors, height=0.7)
     axes.bar_label(bars, [size(nbytes) for _, nbytes in rows], padding=3, fontsize=8, color=INK)
     axes.set_yticks(range(len(rows)), [_shortened(name) for name, _ in rows], fontsize=9)
@@ -85,7 +84,7 @@ def _draw_timeline(
 ) -> None:
     scale = _UNITS_OF_AXIS[unit]
     times = [moment.time_ns / scale for moment in timeline]
-    heights = [[nbytes / _MIB for nbytes in column] for column in live.values()]
+    heights = [[nbytes / MIB for nbytes in column] for column in live.values()]
     colors = [_KINDS_DRAWN[kind] for kind in live]
     axes.stackplot(times, *heights, labels=[*live], colors=colors, step="post", linewidth=0)
     # every phase by name, and a line where it begins
@@ -107,7 +106,7 @@ def _draw_timeline(
 
 
 def _mark_peak(axes: Any, peak: Moment, time: float, end: float) -> None:
-    at = time, peak.live_bytes / _MIB
+    at = time, peak.live_bytes / MIB
     axes.plot(*at, "o", color=RED, markersize=6)
     # towards the side that has room
     is_late = at[0] > end / 2

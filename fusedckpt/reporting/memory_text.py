@@ -15,7 +15,7 @@ from fusedckpt.reporting.tables import Row, size, table
 MemoryReport: TypeAlias = Any
 
 # modules shown; others are summed up
-_MOST = 24
+_MOST_LINES = 24
 _MODULES = ("module", "saved", "share", "storages", "largest", "shared with")
 # of an estimate
 UNKNOWN = (
@@ -103,7 +103,7 @@ def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
 
     rows = []
     by_size = sorted(groups.values(), key=lambda names: -_nbytes(_storages_of(names, by_module)))
-    for names in by_size[:_MOST]:
+    for names in by_size[:_MOST_LINES]:
         storages = _storages_of(names, by_module)
         pattern = patterns[names[0]]
         name = f"{len(names)} x {pattern}" if len(names) > 1 else names[0]
@@ -114,7 +114,7 @@ def _module_rows(saved: Sequence[SavedStorage]) -> list[Row]:
         sharers = [*dict.fromkeys(other for other in sharers if other != pattern)]
         shared = ", ".join(sharers[:2]) + (f" +{len(sharers) - 2}" if len(sharers) > 2 else "")
         rows.append(row(name, storages, f"{largest.dtype} {list(largest.shape)}", shared))
-    if more := [name for names in by_size[_MOST:] for name in names]:
+    if more := [name for names in by_size[_MOST_LINES:] for name in names]:
         rows.append(row(f"{len(more)} more", _storages_of(more, by_module), "", ""))
     return rows
 

@@ -9,7 +9,7 @@ from fusedckpt.autograd.tracker import Choice
 from fusedckpt.reporting.tables import Row, size
 
 # groups shown; the others are summed up
-_MOST = 12
+_MOST_GROUPS = 12
 # functions shown of a group
 _LONGEST = 6
 HEADS = ("recipes: functions, the last one first", "tensors", "size", "in backward")
@@ -54,9 +54,9 @@ def report_rows_of(groups: Sequence[RecipeGroup]) -> list[Row]:
             size(group.nbytes),
             "saved: its chain was cut" if group.is_cut else "made again",
         )
-        for group in groups[:_MOST]
+        for group in groups[:_MOST_GROUPS]
     ]
-    if more := groups[_MOST:]:
+    if more := groups[_MOST_GROUPS:]:
         count = sum(group.count for group in more)
         nbytes = sum(group.nbytes for group in more)
         rows.append((f"{len(more)} more", f"{count}", size(nbytes), ""))
