@@ -6,6 +6,7 @@ values that change. Each function is seen when it is called, whatever dispatch l
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
 from collections.abc import Iterable
@@ -49,7 +50,8 @@ def is_library(name: str | None) -> bool:
 class CodeWatch:
     """Sees the functions that are called inside, in this thread.
 
-    As a context it may be entered several times; another trace function is put back.
+    As a context it may be entered several times; another trace function is put back. No garbage is
+    collected meanwhile: finalizers of other objects would be taken for functions of the forward.
     """
 
     def __init__(self) -> None:
@@ -64,6 +66,8 @@ class CodeWatch:
         # by id, the code of libraries
         self._of_libraries: dict[int, CodeType] = {}
         self._before: Any = None
+        # whether garbage was collected before
+        self._collects = False
 
     @classmethod
     def of_all(cls, watches: Iterable[CodeWatch]) -> CodeWatch:
@@ -99,12 +103,16 @@ class CodeWatch:
         return watch
 
     def __enter__(self) -> CodeWatch:
+        self._collects = gc.isenabled()
+        gc.disable()
         self._before = sys.gettrace()
         sys.settrace(self._see)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(self._before)
+        if self._collects:
+            gc.enable()
 
     def _see(self, frame: FrameType, event: str, argument: Any) -> None:
         # of calls alone, as nothing that follows the lines is returned

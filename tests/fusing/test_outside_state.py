@@ -1,5 +1,6 @@
 """fuse leaves the state outside of modules as it was, though it runs their code."""
 
+import gc
 import random
 import sys
 import types
@@ -124,3 +125,23 @@ def test_the_state_outside_is_put_back(kind, write, monkeypatch):
     if write is append:
         assert [loss.device.type for loss in LOSSES] == [DEVICE.type]
         LOSSES.clear()
+
+
+def test_garbage_collected_meanwhile_is_not_of_the_forward(monkeypatch):
+    collections = []
+
+    def count_collections(phase, info):
+        collections.append(phase)
+
+    monkeypatch.setattr(HERE, "WRITE", id)
+    gc.callbacks.append(count_collections)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        report = fuse(MLP().to(DEVICE))
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(count_collections)
+    assert collections
+    assert [*report.swapped] == [""]
+    assert gc.isenabled()
