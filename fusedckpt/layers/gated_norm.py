@@ -64,7 +64,10 @@ def gated_rms_norm(
 
 
 class GatedRMSNorm(nn.Module):
-    """`functional.gated_rms_norm` as a module, with a weight [N] that starts at 1 - offset."""
+    """An RMSNorm with a gate that saves only x and the gate, 2 N elements a row.
+
+    `functional.gated_rms_norm` as a module, with a weight [N] that starts at 1 - offset.
+    """
 
     # fused, but without a choice
     save_levels = ()

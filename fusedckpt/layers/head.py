@@ -230,7 +230,9 @@ class LinearCrossEntropy(nn.Linear):
 
         loss = F.cross_entropy(F.linear(input, weight, bias).float(), target)
 
-    Keyword arguments are those of `functional.linear_cross_entropy`.
+    Saves the input [..., D] and the targets, 8 bytes a token; save="preact" also saves the logits.
+    Backward recomputes the logits in chunks. Keyword arguments and errors are those of
+    `functional.linear_cross_entropy`.
     """
 
     save_levels = LEVELS_OF["head"]
@@ -265,7 +267,10 @@ class LinearCrossEntropy(nn.Linear):
 
 
 class TokenLogprobs(LinearCrossEntropy):
-    """The head of a model, for reinforcement learning: `functional.token_logprobs` as a module."""
+    """The head of a model for reinforcement learning and distillation, which saves no logits.
+
+    `functional.token_logprobs` as a module: nn.Linear, with the same parameters and state_dict.
+    """
 
     function = staticmethod(token_logprobs)
 

@@ -59,12 +59,13 @@ def linear_act(
 
 
 class Linear(nn.Linear):
-    """nn.Linear followed by an activation; only the input is saved for backward.
+    """nn.Linear followed by an activation, which saves only its input [..., in_features].
 
         y = act(F.linear(x, weight, bias))
 
     Constructor, parameters and state_dict are nn.Linear's; `activation` and `save`
-    are those of `functional.linear_act`, with no activation by default.
+    are those of `functional.linear_act`, with no activation by default, and so are the errors.
+    With an activation, backward recomputes the GEMM, or only the activation with save="preact".
     """
 
     save_levels = LEVELS_OF["linear_act"]

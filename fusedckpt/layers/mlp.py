@@ -303,7 +303,7 @@ class _Block(nn.Module):
 
 
 class MLP(_Block):
-    """Two linears with an activation between them; only the input is saved for backward.
+    """Two linears with an activation between them, which save only the input x [..., D].
 
         y = fc2(act(fc1(norm(x)))), plus x if residual
 
@@ -316,7 +316,11 @@ class MLP(_Block):
         dropout, output_dropout: probabilities for the hidden layer and the result, in training
             only.
 
-    Children are `fc1`, `fc2` and, where given, `norm`.
+    Children are `fc1`, `fc2` and, if given, `norm`.
+
+    Saves D elements a token for backward, and D + F with save="preact". Backward recomputes the
+    norm, the activation and, with save="inputs", the first GEMM. Errors are those of
+    `functional.mlp`, raised by the call before any work.
     """
 
     function = "mlp"
@@ -326,13 +330,13 @@ class MLP(_Block):
 
 
 class GatedMLP(_Block):
-    """SwiGLU, GEGLU or ReGLU block; only the input is saved for backward.
+    """A gated MLP (SwiGLU, GEGLU, ReGLU) that saves only its input, D elements a token.
 
         y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual
 
-    Arguments as in MLP, without biases by default; save also takes "gate", see
-    `functional.gated_mlp`. Children are `gate_proj`, `up_proj`, `down_proj` and, where given,
-    `norm`.
+    Arguments, shapes and errors are those of `MLP`, without biases by default. save="gate" saves
+    D + F elements a token, "preact" D + 2 F, see `functional.gated_mlp`. Children are `gate_proj`,
+    `up_proj`, `down_proj` and, if given, `norm`.
     """
 
     function = "gated_mlp"

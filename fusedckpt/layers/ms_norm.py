@@ -97,7 +97,7 @@ class MSLayerNorm(nn.LayerNorm):
 
 
 class MSRMSNorm(nn.RMSNorm):
-    """nn.RMSNorm without a weight; all else is as in `MSLayerNorm`."""
+    """nn.RMSNorm without a weight, which saves its result and rstd as `MSLayerNorm` does."""
 
     def __init__(self, normalized_shape: int | tuple[int], eps: float | None = None) -> None:
         width = _width("MSRMSNorm", normalized_shape, eps)

@@ -168,7 +168,7 @@ def add_layer_norm(
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm that saves only its input for backward.
+    """nn.RMSNorm that saves only its input, and recomputes the statistics in backward.
 
     Constructor, parameters and state_dict are nn.RMSNorm's; `offset` and `cast` are those of
     `functional.rms_norm`. The weight starts at 1 - offset, so that the scale starts at one.
@@ -230,7 +230,11 @@ class RMSNorm(nn.RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """nn.LayerNorm, with the same constructor and state_dict, that saves only its input."""
+    """nn.LayerNorm that saves only its input, and recomputes the statistics in backward.
+
+    Constructor, parameters and state_dict are nn.LayerNorm's; errors are those of
+    `functional.layer_norm`.
+    """
 
     save_levels = ()
 
