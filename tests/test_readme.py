@@ -106,10 +106,10 @@ def test_the_tools_figures_are_the_committed_ones():
     assert [line for line in texts if line.strip(" |")] == expected
 
 
-def surveyed_groups() -> dict[str, list[dict[str, dict]]]:
+def surveyed_groups(file: str = "shares.jsonl") -> dict[str, list[dict[str, dict]]]:
     """Return the rows of each whole model by way, by group, as the committed results have them."""
     by_group: dict[str, list[dict[str, dict]]] = {}
-    for rows in groups(read(ROOT / "bench/results/cpu/shares.jsonl")):
+    for rows in groups(read(ROOT / "bench/results/cpu" / file)):
         by_group.setdefault(rows[0]["group"], []).append({row["name"]: row for row in rows})
     return by_group
 
@@ -119,10 +119,10 @@ def median_of(models: list[dict[str, dict]], way: str, column: str) -> float:
     return median(rows[way][column] / rows["eager"][column] for rows in models)
 
 
-def medians_of_groups() -> list[str]:
+def medians_of_groups(file: str = "shares.jsonl") -> list[str]:
     """Return the cells of each group of models on the page of results."""
     lines = []
-    for group, models in surveyed_groups().items():
+    for group, models in surveyed_groups(file).items():
         ratios = [median_of(models, way, "saved_bytes") for way in ("fuse", "fuse+recipes")]
         lines.append(" | ".join((group, f"{len(models)}", *map(share_gone, ratios))))
     return lines
@@ -173,6 +173,18 @@ def test_numbers_of_the_first_page_are_the_committed_ones():
 def test_medians_of_groups_are_the_committed_ones():
     rows = rows_below("bench/README.md", "| whole models | number | gone by `fuse` |")
     assert sorted(rows) == sorted(medians_of_groups())
+
+
+def test_blocks_of_own_code_are_the_committed_ones():
+    """Four of five saved bytes are gone by default, of convolutional blocks half."""
+    rows = rows_below("bench/README.md", "| blocks of | number | gone by `fuse` |")
+    assert sorted(rows) == sorted(medians_of_groups("own.jsonl"))
+    gone = {
+        group: 1 - median_of(models, "fuse", "saved_bytes")
+        for group, models in surveyed_groups("own.jsonl").items()
+    }
+    assert gone["own code"] >= 0.8
+    assert gone["own code, CNN"] >= 0.5
 
 
 def test_models_of_the_page_of_fuse_are_the_committed_ones():
