@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import assert_as_plain, assert_same, no_gc, step
-from support import DEVICE, gemms, randn
+from support import DEVICE, gemms, randn, run_ranks
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as stock
@@ -295,3 +295,11 @@ def test_arguments_that_hooks_lay_out_anew():
             y = run(lambda q: cut(q).exp(), leaf.t() * 1)
         found += torch.autograd.grad(y.sum(), [leaf])
     assert torch.equal(*found)
+
+
+@on_cpu
+def test_context_parallelism_sends_no_keys_again(tmp_path):
+    """Two ranks: context_parallel_ranks.py."""
+    import context_parallel_ranks
+
+    run_ranks(context_parallel_ranks.main, tmp_path)

@@ -1,5 +1,6 @@
-"""Layers on two ranks: in tensor and sequence parallel, compiled, and float32 gradients."""
+"""Layers on two ranks: in tensor and sequence parallel, compiled, chunks, float32 gradients."""
 
+import chunk_ranks
 import compiled_ranks
 import fp32_ranks
 import parallel_ranks
@@ -9,7 +10,7 @@ from support import run_ranks
 
 
 def main(rank: int) -> None:
-    for module in (parallel_ranks, compiled_ranks, fp32_ranks):
+    for module in (parallel_ranks, compiled_ranks, chunk_ranks, fp32_ranks):
         module.main(rank)
 
 
