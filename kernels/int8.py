@@ -130,10 +130,14 @@ def unpack_int8_kernel(
     store(x + places, tl.where(size >= first, special, value), mask)
 
 
-def pack_int8(x: Tensor, kernel: str) -> Tensor:
-    """Return x [M, N], of any strides, as codes and scales in one tensor of bytes."""
+def pack_int8(x: Tensor, kernel: str, packed: Tensor | None = None) -> Tensor:
+    """Return x [M, N], of any strides, as codes and scales in one tensor of bytes.
+
+    packed: where to write them, int8 [packed_nbytes(M, N)]; a new tensor by default.
+    """
     m, n = x.shape
-    packed = torch.empty(packed_nbytes(m, n), dtype=torch.int8, device=x.device)
+    if packed is None:
+        packed = torch.empty(packed_nbytes(m, n), dtype=torch.int8, device=x.device)
     codes, scales = codes_and_scales(packed, m, n)
     groups = scales.numel()
     largest = torch.finfo(x.dtype).max

@@ -104,8 +104,9 @@ def _values(rounded: _Rounded) -> Tensor:
     """Return the rounded values, in memory of their own."""
     rounded.written.check()
     packed = rounded.packed.tensor()
+    # an estimate sees the memory that others do not see filled
+    out = torch.empty(rounded.numel, dtype=rounded.dtype, device=packed.device)
     with private.unseen(), torch.no_grad():
-        out = torch.empty(rounded.numel, dtype=rounded.dtype, device=packed.device)
         rows = out.view(-1, _width(rounded.shape, rounded.stride, rounded.numel))
         int8.unpack_int8(packed, rows, _path(packed, rounded.dtype))
         return out.as_strided(rounded.shape, rounded.stride)
@@ -131,9 +132,11 @@ def _packed(tensor: Tensor) -> Tensor:
     known = _known.get(key)
     packed = known.packed() if known is not None and known.version == tensor._version else None
     if packed is None:
+        nbytes = int8.packed_nbytes(tensor.numel() // width, width)
+        packed = torch.empty(nbytes, dtype=torch.int8, device=tensor.device)
         with private.unseen(), torch.no_grad():
             rows = tensor.detach().as_strided((tensor.numel(),), (1,)).view(-1, width)
-            packed = int8.pack_int8(rows, _path(tensor, tensor.dtype))
+            int8.pack_int8(rows, _path(tensor, tensor.dtype), packed)
         source = StorageWeakRef(tensor.untyped_storage())
         known = _Known(TensorWeakRef(packed), source, tensor._version)
         _known[key] = known

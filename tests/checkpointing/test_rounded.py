@@ -167,6 +167,8 @@ def test_no_tensor_without_a_gradient_is_rounded(blocks, x):
     with counting("pack_int8") as packs:
         y = rounding(function, x * 1, ids, mask, table)
     assert packs.call_count == 1
+    # it has the arguments of its calls
+    packs.reset_mock()
     y.sum().backward()
     assert torch.equal(x.grad, mask.to(x.dtype))
 
@@ -416,3 +418,16 @@ def test_a_router_that_chooses_otherwise_raises(x):
     found = step(rounding, as_region=True, save_regions="router")
     for a, b in pairs_of(found, step(checkpoint)):
         assert (a - b).norm() < 0.02 * b.norm()
+
+
+def test_estimates_count_the_bytes(blocks, x):
+    h = torch.randn(64 * T, D, device=DEVICE)
+
+    def peak(store):
+        model = nn.Sequential(*blocks)
+        for block in model:
+            fusedckpt.checkpoint_module(block, store=store)
+        return fusedckpt.estimate(model, h).peak_bytes
+
+    # the model's input stays as it is; at the peak a rounded one exists beside its bytes
+    assert peak(None) - peak("int8") == (N - 1) * h.nbytes * 23 // 32 - h.nbytes
