@@ -139,11 +139,11 @@ def _has_head(model: nn.Module) -> bool:
     return embedding() is not None
 
 
-def _checkpoints(offload: bool, model: nn.Module) -> None:
+def _checkpoints(model: nn.Module, **options: Any) -> None:
     blocks = _blocks(model)
     fuse(model, head=_has_head(model))
     for block in blocks:
-        checkpoint_module(block, offload=offload)
+        checkpoint_module(block, **options)
 
 
 # the change to a model, by name
@@ -153,8 +153,9 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "fuse preact": functools.partial(fuse, save="preact"),
     "fuse": fuse,
     "fuse, head": _with_head,
-    "fuse, checkpoint, head": functools.partial(_checkpoints, False),
-    "fuse, checkpoint, head, offload": functools.partial(_checkpoints, True),
+    "fuse, checkpoint, head": _checkpoints,
+    "fuse, checkpoint, head, nine bits": functools.partial(_checkpoints, store="int8"),
+    "fuse, checkpoint, head, offload": functools.partial(_checkpoints, offload=True),
 }
 
 
@@ -184,7 +185,8 @@ def find_max_size(
     Ways: "eager"; "torch checkpoint" around every repeated block; "fuse preact" and "fuse" with
     save="preact" and "inputs"; "fuse, head" with the loss in the head; "fuse, checkpoint, head"
     with `checkpoint_module` around every repeated block, and the loss in the head of a causal
-    language model; the same with offload=True, where inputs of checkpoints wait on the host.
+    language model; the same with store="int8", where inputs of checkpoints wait in nine bits a
+    value, and with offload=True, where they wait on the host.
 
     Args:
         factory: as that of `python -m fusedckpt estimate`: returns a causal language model of

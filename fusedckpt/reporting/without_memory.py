@@ -214,6 +214,9 @@ class MetaRun(TorchDispatchMode):
         """Forget the values of tensors that an op may have written, and of their views."""
         values = [self._values[x] for x in tensors if x in self._values]
         keys = {storage_key(value.untyped_storage()) for value in values}
+        if not keys:
+            # most ops write tensors without values, and those with values are many
+            return
         for x, value in list(self._values.items()):
             if storage_key(value.untyped_storage()) in keys:
                 del self._values[x]

@@ -7,9 +7,10 @@ from torch import nn
 import fusedckpt
 from fusedckpt.__main__ import main
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.planning.max_size import MaxSizes, Peaks, _largest
+from fusedckpt.planning.max_size import WAYS, MaxSizes, Peaks, _largest
 
 MIB = 2**20
+SLACK = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -23,25 +24,54 @@ def mlp(size):
     return nn.Sequential(*layers), torch.randn(size, 64)
 
 
-def test_the_answer_fits_a_measured_step_and_a_larger_one_does_not():
-    ways = ["eager", "fuse", "fuse, checkpoint, head"]
-    options = {"step": 64, "ways": ways, "slack": 0.05, "device": "cpu"}
-    sizes = fusedckpt.find_max_size(mlp, ["16MiB"], optimizer="SGD", **options)
+def llama():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "max_position_embeddings": 8192}
+    config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=96, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+def convolutions(size):
+    layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GELU()) for _ in range(4))
+    return nn.Sequential(*layers), torch.randn(size, 8, 16, 16)
+
+
+def measured_peak(factory, way, size):
+    """Return the peak of a real step at a size."""
+    if factory is llama:
+        model = llama()
+        ids = torch.zeros(1, size, dtype=torch.long)
+        args, kwargs = (), {"input_ids": ids, "labels": ids}
+    else:
+        model, *args = factory(size)
+        kwargs = {}
+    WAYS[way](model)
+    optimizer = torch.optim.SGD(model.parameters())
+    return fusedckpt.report(model, *args, optimizer=optimizer, **kwargs).peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("factory", "ways", "options"),
+    [
+        (mlp, ("eager", "fuse", "torch checkpoint", "fuse, checkpoint, head"), {"step": 64}),
+        (llama, ("eager",), {"step": 64, "grows": "seq", "batch": 1}),
+        (convolutions, ("eager",), {"step": 8}),
+    ],
+    ids=["mlp", "llama", "convolutions"],
+)
+def test_the_answer_fits_a_measured_step_and_a_larger_one_does_not(factory, ways, options):
+    options = options | {"ways": ways, "slack": SLACK, "device": "cpu", "optimizer": "SGD"}
+    sizes = fusedckpt.find_max_size(factory, [16 * MIB], **options)
     assert isinstance(sizes, MaxSizes)
-    limit = 0.95 * 16 * MIB
-    largest = {x.way: x for x in sizes.largest}
-    assert largest["eager"].size < largest["fuse"].size
-    for way in ways[:2]:
-        answer = largest[way]
+    assert not sizes.left
+    limit = (1 - SLACK) * 16 * MIB
+    for answer in sizes.largest:
         assert answer.peak_bytes <= limit < answer.next_peak_bytes
-        peaks = []
-        for size in (answer.size, round(1.1 * answer.size)):
-            model, x = mlp(size)
-            if way == "fuse":
-                fusedckpt.fuse(model)
-            optimizer = torch.optim.SGD(model.parameters())
-            peaks.append(fusedckpt.report(model, x, optimizer=optimizer).peak_bytes)
-        assert peaks[0] <= 16 * MIB < peaks[1]
+        fitting, larger = (
+            measured_peak(factory, answer.way, size)
+            for size in (answer.size, round(1.1 * answer.size))
+        )
+        assert fitting <= 16 * MIB < larger
 
 
 @pytest.mark.parametrize(
