@@ -127,7 +127,7 @@ class Shared(nn.Module):
         return forward(x)
 
     def _copies(self, x: Tensor) -> bool:
-        """Whether the forward copies an input that is not contiguous, and saves the copy."""
+        """Whether the forward may read a contiguous copy of an input that has a recipe."""
         return False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
@@ -198,7 +198,7 @@ class SharedLinear(SharedProduct):
         dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
         if dtype is not None and x.dtype != torch.float64:
             x = x.to(dtype)
-        if self._copies(x):
+        if weight is not None and _is_copied(x, weight):
             x = x.contiguous()
         y = forward(x)
         if private.num_function_modes() and sees_alone():
@@ -206,16 +206,7 @@ class SharedLinear(SharedProduct):
         return self._noted(x, y)
 
     def _copies(self, x: Tensor) -> bool:
-        if x.is_contiguous() or x.dim() < 3:
-            return False
-        weight = self._parameters["weight"]
-        if weight is None or not weight.requires_grad or dispatch.has_hooks(self):
-            return False
-        try:
-            x.view(-1, x.shape[-1])
-        except RuntimeError:
-            return True
-        return False
+        return x.dim() > 2 and not x.is_contiguous() and not dispatch.has_hooks(self)
 
     def _noted(self, x: Tensor, y: Any) -> Any:
         """Note that a result is made of an input that autograd saves, and return the result."""
@@ -256,6 +247,17 @@ class SharedLinear(SharedProduct):
             index.put(y, LINEAR, source, self._parameters["weight"], self._parameters.get("bias"))
         else:
             index.put(y, LINEAR, _recipe_of_saved)
+
+
+def _is_copied(x: Tensor, weight: Tensor) -> bool:
+    """Whether torch's linear copies an input that is not contiguous, and saves the copy."""
+    if x.is_contiguous() or x.dim() < 3 or not weight.requires_grad:
+        return False
+    try:
+        x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return True
+    return False
 
 
 def _itself(x: Tensor) -> Tensor:
