@@ -123,10 +123,10 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped norm": (23, 25),
     "a swapped MLP": (69, 23),
     "a swapped gated MLP": (29, 22),
-    "a swapped gated MLP in a checkpoint": (88, 33),
+    "a swapped gated MLP in a checkpoint": (87, 33),
     "an MLP in a block": (119, 35),
     "an MLP of functions in a block": (144, 66),
-    "a swapped attention": (248, 239),
+    "a swapped attention": (246, 238),
 }
 
 

@@ -160,7 +160,8 @@ class RecomputedCall:
 
     def __init__(self, call: Any):
         self._call = call
-        self._around = ExitStack()
+        # the context that ends with the call
+        self._around: Any = None
 
     def __enter__(self) -> None:
         call = self._call
@@ -169,19 +170,31 @@ class RecomputedCall:
         self._is_constant = is_constant = getattr(call.fn, "is_constant", None)
         _local.recomputes += 1
         try:
-            if call.buffers is not None:
-                copies = self._around.enter_context(call.buffers.restored())
-                is_constant = lambda buffer: id(buffer) in copies  # noqa: E731
-            self._buffers = Buffers(is_constant=is_constant)
-            self._around.enter_context(self._buffers)
-            if module is not None:
-                self._buffers.before(module, ())
-            for watcher in _watchers:
-                self._around.enter_context(watcher(module))
+            if call.buffers is None and not _watchers:
+                # most
+                self._around = self._buffers = Buffers(is_constant=is_constant).__enter__()
+                if module is not None:
+                    self._buffers.before(module, ())
+            else:
+                self._around = ExitStack()
+                self._enter_in(self._around, module)
         except BaseException:
             _local.recomputes -= 1
-            self._around.close()
+            if self._around is not None:
+                self._around.__exit__(None, None, None)
             raise
+
+    def _enter_in(self, stack: ExitStack, module: nn.Module | None) -> None:
+        """Enter the contexts of a call that writes buffers, or that others watch."""
+        is_constant = self._is_constant
+        if self._call.buffers is not None:
+            copies = stack.enter_context(self._call.buffers.restored())
+            is_constant = lambda buffer: id(buffer) in copies  # noqa: E731
+        self._buffers = stack.enter_context(Buffers(is_constant=is_constant))
+        if module is not None:
+            self._buffers.before(module, ())
+        for watcher in _watchers:
+            stack.enter_context(watcher(module))
 
     def __exit__(self, *error: Any) -> bool | None:
         try:

@@ -59,7 +59,7 @@ class Record(NamedTuple):
     # leaves of the result, tensors as Arguments, and whether each requires grad; None where a
     # recompute runs the region again
     outputs: Sequence[tuple[Any, bool]] | None = None
-    # how the leaves make the result
+    # how the leaves make the result, None for a result that is the one leaf
     spec: Any = None
     # the states of random number generators behind the call
     states: Sequence[RandomStates] = ()
@@ -175,7 +175,8 @@ class _FirstRun(_RegionPhase):
         Nothing is saved where the tensors are too large, or an input or a saved tensor was written.
         Where the checkpoints have saved nothing yet, the result is saved when they do.
         """
-        leaves, spec = pytree.tree_flatten(result)
+        # most return one tensor, which a tree takes long to find
+        leaves, spec = ([result], None) if type(result) is Tensor else pytree.tree_flatten(result)
         outputs = [x for x in leaves if isinstance(x, Tensor)]
         unsaved = []
         is_written = versions_of(*self._inputs) != self._before
@@ -376,7 +377,7 @@ def _result(record: Record, inputs: Sequence[Tensor]) -> Any:
             leaves[i] = x
     for states in record.states:
         states.restore()
-    return pytree.tree_unflatten(leaves, record.spec)
+    return leaves[0] if record.spec is None else pytree.tree_unflatten(leaves, record.spec)
 
 
 class _Skipped(torch.autograd.Function):

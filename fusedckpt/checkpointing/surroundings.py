@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,25 +37,17 @@ class Surroundings:
         if not devices and torch.cuda.is_initialized():
             # the function may move them there
             devices.add(torch.device("cuda", torch.cuda.current_device()))
-        if torch_rng:
-            generators.append(rng.CPU)
-            for device in devices:
-                generators += rng.of_device(device)
-        else:
+        around = _around(tuple(devices), torch_rng, python_rng)
+        if not torch_rng:
             generators = []
-        if python_rng:
-            generators += rng.PYTHON
-        gpus = [device for device in devices if device.type == "cuda"] if torch_rng else []
+        gpus = around.gpus
         is_captured = bool(gpus) and torch.cuda.is_current_stream_capturing()
-        self._random_states = _states_of(generators, is_captured)
+        self._random_states = _states_of([*generators, *around.generators], is_captured)
         # while a CUDA graph is captured: that graph, and by GPU the position in its random numbers
         self._graph = private.captured_graph() if is_captured else None
         self._positions = {x: rng.position_on(x) for x in gpus} if is_captured else {}
         self._has_drawn = False
-        self._kinds = ["cpu"]
-        for device in devices:
-            if device.type not in self._kinds and torch.amp.is_autocast_available(device.type):
-                self._kinds.append(device.type)
+        self._kinds = around.kinds
         self._settings = _settings_of(self._kinds)
 
     def end(self) -> None:
@@ -113,7 +106,35 @@ class Surroundings:
             yield
 
 
-def _settings_of(kinds: list[str]) -> list[_Setting]:
+class _Around(NamedTuple):
+    """The state around calls on some devices."""
+
+    # those of `random` and `numpy.random`, and of torch
+    generators: Sequence[rng.GeneratorCalls]
+    # GPUs with a generator among these
+    gpus: Sequence[torch.device]
+    # kinds of devices with autocast
+    kinds: Sequence[str]
+
+
+@lru_cache(256)
+def _around(devices: tuple[torch.device, ...], torch_rng: bool, python_rng: bool) -> _Around:
+    generators = []
+    if torch_rng:
+        generators.append(rng.CPU)
+        for device in devices:
+            generators += rng.of_device(device)
+    if python_rng:
+        generators += rng.PYTHON
+    gpus = [device for device in devices if device.type == "cuda"] if torch_rng else []
+    kinds = ["cpu"]
+    for device in devices:
+        if device.type not in kinds and torch.amp.is_autocast_available(device.type):
+            kinds.append(device.type)
+    return _Around(generators, gpus, kinds)
+
+
+def _settings_of(kinds: Sequence[str]) -> list[_Setting]:
     """Return settings, each with a context that sets it.
 
     They are the default device, the kernels of attention, whether classes of tensors see functions,

@@ -32,7 +32,7 @@ class RandomStates:
 
     def __init__(self, generators: Iterable[GeneratorCalls]):
         self.generators = [*generators]
-        self._states = self._now()
+        self._states = [read() for read, _ in self.generators]
 
     def _now(self) -> list[Any]:
         return [read() for read, _ in self.generators]

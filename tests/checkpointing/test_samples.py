@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -297,13 +298,18 @@ def test_flags_are_read_where_the_device_has_passed_them(monkeypatch):
         with pytest.raises(CheckpointError, match="f: the recompute gives other values"):
             samples.Samples("g").begin([])
         assert len(samples._unread) == 1
+        free = deque()
         for event in events[2:]:
-            samples._unread.append(samples._Unread(torch.tensor(True), event, []))
+            samples._unread.append(samples._Unread(torch.tensor(True), event, [], free))
         with pytest.raises(CheckpointError, match="perhaps of one or two before"):
             samples.compare([])
         assert [event.num_waits for event in events] == [0, 1, 0, 0]
         samples.compare([])
         assert len(samples._unread) == 2
+        events[2].is_passed = True
+        samples.read_passed()
+        # a flag that the device has not passed is written yet
+        assert [event for _, event in free] == [events[2]]
     finally:
         samples._unread.clear()
 
