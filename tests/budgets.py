@@ -161,6 +161,9 @@ def chain(draw: random.Random) -> Made:
 HF: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 172, "num_key_value_heads": 2},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_positions": 128},
+    "gemma2": {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 2}
+    | {"head_dim": 16, "attn_implementation": "eager"},
+    "bloom": {"hidden_size": 64, "attn_implementation": "eager"},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_heads": 4, "decoder_start_token_id": 0},
     "recurrent_gemma": {"hidden_size": 64, "intermediate_size": 192, "lru_width": 64}
     | {"num_key_value_heads": 2, "attention_window_size": 64},
@@ -187,7 +190,8 @@ def transformers_model(kind: str, draw: random.Random, fused: bool = False) -> M
     import transformers
 
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_cache": False}
-    layers = {"t5": "num_layers", "gpt2": "n_layer"}.get(kind, "num_hidden_layers")
+    names = {"t5": "num_layers", "gpt2": "n_layer", "bloom": "n_layer"}
+    layers = names.get(kind, "num_hidden_layers")
     options = {"num_attention_heads": 4, layers: draw.choice([3, 6]), **HF[kind]}
     if kind == "resnet":
         options = HF[kind]
@@ -237,6 +241,8 @@ MODELS: dict[str, Callable[[random.Random], Made]] = {
         {"x": torch.randn(8, 24, 64)},
     ),
     **{kind: _library(kind) for kind in ("recurrent_gemma", "wav2vec2-conformer")},
+    # with masks that all layers get
+    **{kind: _library(kind) for kind in ("gemma2", "bloom")},
 }
 
 

@@ -22,6 +22,9 @@ the field that has the phase's peak, and the bytes that the plan adds to those o
     backward of 0        0.levels[].backward_peak    - 0.levels[].added_bytes
     optimizer            peak_after
 
+Constants of several units, such as a mask, count in all phases of the baseline from the backward of
+the first unit that saves them on (`SharedConstant`).
+
 `moments` goes through a step under a plan. It checks plans of `solver`, and is independent of it.
 """
 
@@ -52,6 +55,23 @@ class Level:
     backward_peak: int
     # bytes among `added_bytes` that autocast's cache of cast weights has in any forward
     cached_bytes: int = 0
+    # the numbers of the shared constants that the unit gets, and does not save at this level
+    unsaved_shared: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class SharedConstant:
+    """A tensor without gradients that several units get, such as a mask.
+
+    It lives from the forward until the backward of the first unit that saves it, and so in all
+    peaks of the baseline from the backward of unit `since` on. A plan in which no unit up to some
+    unit saves it has none of it in the backward of that unit.
+    """
+
+    # its bytes
+    nbytes: int
+    # the first unit that saves it in the baseline
+    since: int
 
 
 @dataclass(frozen=True)
@@ -92,6 +112,10 @@ class Unit:
     movable_bytes: int = 0
     # ms of its backward, without a recompute
     backward_ms: float = 0.0
+    # the numbers of the shared constants that it gets
+    shared: tuple[int, ...] = ()
+    # bytes of constants of several units that it is the first to save in the baseline
+    first_saved: int = 0
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -131,6 +155,10 @@ class Chain:
     slowdown: float = 1.0
     # whether autocast's cache of cast weights lives until the loss is computed
     casts_outlive_model: bool = True
+    # the constants of several units that not every plan saves
+    shared: tuple[SharedConstant, ...] = ()
+    # the peak from the model's return until the first gradient arrives at a unit
+    peak_returned: int = 0
     # bytes per ms of copies to the host; 0 where segments offload nothing
     to_host: float = 0.0
     # bytes per ms of copies back to the device
@@ -199,6 +227,27 @@ class Chain:
         backward = unit.in_segment.backward_peak + self.lasting_bytes(unit)
         return min(unit.recomputed.backward_peak, max(recompute, backward))
 
+    def saved_after(self, saved: frozenset[int], item: Item) -> frozenset[int]:
+        """Return the shared constants that items so far save, where `saved` were before.
+
+        A segment saves all that its units get.
+        """
+        level = self.level_of(item)
+        skipped = () if level is None else level.unsaved_shared
+        for unit in self.units[item.start : item.stop]:
+            if len(saved) == len(self.shared):
+                break
+            saved = saved.union(k for k in unit.shared if k not in skipped)
+        return saved
+
+    def gone_shared(self, saved: frozenset[int], start: int) -> int:
+        """Return the bytes of the shared constants that do not live in the backward of an item.
+
+        saved: those that items save, up to this one, which starts at unit `start`.
+        """
+        constants = enumerate(self.shared)
+        return sum(x.nbytes for k, x in constants if x.since <= start and k not in saved)
+
     def lasting_bytes(self, unit: Unit) -> int:
         """Return the bytes that a segment saves of a unit from its forward to the segment's end."""
         return self.random_state_bytes * len(unit.modules) + unit.unsaved_constants
@@ -258,8 +307,12 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     added_before = list[int]()
     # bytes among these that autocast's cache has in the baseline, too
     cached = 0
+    live = 0
     gone, gone_in_backward = gone_bytes(chain, items)
+    # after each item, the shared constants that items so far save
+    saved = [frozenset[int]()]
     for k, item in enumerate(items):
+        saved.append(chain.saved_after(saved[-1], item))
         added_before.append(added)
         for place, unit in enumerate(chain.units[item.start : item.stop]):
             level = chain.level_of(item) or unit.recomputed
@@ -273,8 +326,12 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
             is_last = place == item.stop - item.start - 1
             live = added - cached - gone[k + is_last]
             yield unit.peak_until_next + live, f"code behind {unit.name}"
+    behind = f"code behind {chain.units[-1].name}"
+    live -= chain.gone_shared(saved[-1], len(chain.units) - 1)
+    yield chain.peak_returned + live, behind
     for k, item in reversed([*enumerate(items)]):
         added = added_before[k] - gone_in_backward[k]
+        added -= chain.gone_shared(saved[k + 1], item.start)
         if level := chain.level_of(item):
             yield level.backward_peak + added, f"backward of {chain.units[item.start].name}"
         else:
@@ -325,5 +382,6 @@ def _backward(chain: Chain, item: Item, added: int) -> Iterator[tuple[int, str]]
     for unit, follower in zip(reversed(units), reversed(followers), strict=True):
         # lasting bytes live as long as the segment
         added += chain.lasting_bytes(follower) - chain.saved_in_segment(unit)
+        added += follower.first_saved
         peak = unit.in_segment.backward_peak + chain.lasting_bytes(unit)
         yield peak + added, f"backward of {unit.name}"

@@ -18,8 +18,9 @@ import torch
 
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.planning.budget import spare_bytes
-from fusedckpt.planning.chain import Chain, Level, Unit
+from fusedckpt.planning.chain import Chain, Level, SharedConstant, Unit
 from fusedckpt.planning.grouping import SurveyedUnit
+from fusedckpt.planning.lifetimes import ConstantLife, Places
 from fusedckpt.planning.meter import Meter, Reading, roles_at
 from fusedckpt.planning.offloading import CopyRates
 from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODUCTS
@@ -35,6 +36,8 @@ _FASTEST_RECOMPUTE = 0.05
 # a recompute takes this share of a forward, and _OVERHEAD_MS, at most: more is noise
 _SLOWEST_RECOMPUTE = 1.5
 _OVERHEAD_MS = 1.0
+# kinds of constants that the solver tells apart: each one may double its work
+_MOST_SHARED = 2
 
 
 class MeasuredChain(NamedTuple):
@@ -64,6 +67,7 @@ def measure_chain(
     costs = _Costs(meter, units, baseline, step.device)
     writing = meter.writing_products() if with_products else []
     costs.measure([with_products and unit.name not in writing for unit in units])
+    costs.find_shared()
     levels = tuple(costs.level_names(i) for i in range(len(units)))
     key = step_kind(step), tuple(unit.name for unit in units), levels
     plain, times = once(key, costs.times)
@@ -78,6 +82,8 @@ def measure_chain(
         random_state_bytes=rng.CPU.read().nbytes if step.device.type == "cpu" else 0,
         saved_behind=max(0, baseline.live["backward"] + kept - baseline.live["returned"]),
         casts_outlive_model=costs.casts_outlive_model,
+        shared=tuple(costs.shared),
+        peak_returned=costs.peak_returned(),
         to_host=rates.to_host,
         to_device=rates.to_device,
     )
@@ -112,6 +118,11 @@ class _Costs:
         # by unit and level, the bytes of casts of weights that units before it save in that reading
         self._cached_before: dict[tuple[int, str], int] = {}
         self.casts_outlive_model = torch.is_autocast_enabled(device.type)
+        # by its places, the life in the baseline of each constant that several units get
+        self._constants: dict[Places, ConstantLife] = {}
+        # these among them that not every plan saves, by their places, largest first
+        self.shared: list[SharedConstant] = []
+        self._shared_places: list[list[Places]] = []
         self._groups = [*self._fitting_groups()]
 
     def _fitting_groups(self) -> Iterator[list[int]]:
@@ -145,6 +156,92 @@ class _Costs:
                         self._readings[i][levels[i]] = reading
                         before = sum(self._cached_bytes(k, levels[k]) for k in group if k < i)
                         self._cached_before[i, levels[i]] = before
+
+    def find_shared(self) -> None:
+        """Find the constants of several units that not every level saves; alike ones are one.
+
+        The caller of the units holds them until the model returns.
+        """
+        self._constants = {
+            places: life
+            for places, life in self._baseline.constants.items()
+            if len({i for i, _ in places}) > 1 and self._is_held(places)
+        }
+        alike: dict[Any, list[Places]] = {}
+        for places, life in self._constants.items():
+            takers = tuple(sorted({i for i, _ in places}))
+            unsaved = tuple(name for i in takers for name in self._levels_without(i, places))
+            if unsaved:
+                alike.setdefault((takers, life.kept_from, unsaved), []).append(places)
+
+        def nbytes(group: list[Places]) -> int:
+            return sum(self._constants[places].nbytes for places in group)
+
+        # others count as if each plan saved them
+        self._shared_places = sorted(alike.values(), key=nbytes, reverse=True)[:_MOST_SHARED]
+        self.shared = [
+            SharedConstant(nbytes(group), self._constants[group[0]].kept_from)
+            for group in self._shared_places
+        ]
+
+    def _is_held(self, places: Places) -> bool:
+        """Whether a constant lives until the model returns, whatever units save."""
+        readings = {id(x): x for row in self._readings for x in row.values()}
+        lives = [x.constants.get(places) for x in readings.values()]
+        return all(life is not None and life.gone >= len(self._units) for life in lives)
+
+    def _levels_without(self, i: int, places: Places) -> list[str]:
+        """Return the levels at which unit i does not save a constant.
+
+        Units behind the first that saves it in a reading count as if they saved it, too.
+        """
+        lives = {name: reading.constants.get(places) for name, reading in self._readings[i].items()}
+        return [name for name, life in lives.items() if life is not None and i < life.kept_from]
+
+    def _unsaved_shared(self, i: int, name: str) -> tuple[int, ...]:
+        """Return the numbers of the shared constants that a unit does not save at a level."""
+        numbers = self._shared_of(i)
+        return tuple(
+            k for k in numbers if name in self._levels_without(i, self._shared_places[k][0])
+        )
+
+    def _shared_of(self, i: int) -> tuple[int, ...]:
+        """Return the numbers of the shared constants that a unit gets."""
+        rows = enumerate(self._shared_places)
+        return tuple(k for k, (places, *_) in rows if any(taker == i for taker, _ in places))
+
+    def _first_saved(self, i: int) -> int:
+        """Return the bytes of constants of several units that a unit is the first to save."""
+        lives = self._constants.values()
+        return sum(life.nbytes for life in lives if life.kept_from == i)
+
+    def _missing_at(self, reading: Reading, marker: int) -> int:
+        """Return the bytes of constants that live at a marker of the baseline, and not here."""
+        pairs = self._lives_in(reading)
+        return sum(life.nbytes for life, here in pairs if here.gone <= marker < life.gone)
+
+    def _missing_in_backward(self, reading: Reading, i: int) -> int:
+        """Return the same bytes for a unit's backward."""
+        pairs = self._lives_in(reading)
+        return sum(life.nbytes for life, here in pairs if life.kept_from <= i < here.kept_from)
+
+    def _lives_in(self, reading: Reading) -> list[tuple[ConstantLife, ConstantLife]]:
+        """Return the lives of constants of several units, in the baseline and in a reading."""
+        pairs = ((life, reading.constants.get(places)) for places, life in self._constants.items())
+        return [(life, here) for life, here in pairs if here is not None]
+
+    def _saved_before(self, reading: Reading, i: int) -> int:
+        """Return the bytes that a reading has more than the baseline when unit i begins.
+
+        These are of tensors that live until backward. Constants of several units count in both.
+        """
+        more = reading.saved_before(i) - self._baseline.saved_before(i)
+        return more + self._missing_at(reading, i)
+
+    def peak_returned(self) -> int:
+        """Return the peak from the model's return to the first gradient that arrives at a unit."""
+        is_counted = self._backward_phase(len(self._units) - 1) == "leave"
+        return 0 if is_counted else self._baseline.peak_returned
 
     def level_names(self, i: int) -> tuple[str, ...]:
         """Return the levels at which a unit was measured."""
@@ -239,9 +336,7 @@ class _Costs:
     def _added_bytes(self, i: int, name: str) -> int:
         """Return the bytes that a unit saves at a level beyond a checkpoint of its own."""
         reading = self._readings[i][name]
-        before, after = (
-            reading.saved_before(k) - self._baseline.saved_before(k) for k in (i, i + 1)
-        )
+        before, after = (self._saved_before(reading, k) for k in (i, i + 1))
         if i == len(self._units) - 1 and not self.casts_outlive_model:
             # the model has returned, and the cache of an autocast in its forward is empty
             return after - before - self._cached_before[i, name]
@@ -261,7 +356,10 @@ class _Costs:
         """
         in_baseline = self._baseline.saved_constants[i]
         here = self._readings[i][name].saved_constants[i]
-        return sum(nbytes for nbytes, saved in zip(in_baseline, here, strict=False) if not saved)
+        # constants of several units count in the baseline
+        shared = {place for places in self._constants for place in places}
+        pairs = enumerate(zip(in_baseline, here, strict=False))
+        return sum(nbytes for k, (nbytes, saved) in pairs if not saved and (i, k) not in shared)
 
     def _cached_bytes(self, i: int, name: str) -> int:
         """Return the bytes of casts of weights that a unit saves, and autocast's cache has."""
@@ -277,20 +375,31 @@ class _Costs:
         is_last = i == len(self._units) - 1
         return "leave" if is_last and f"back {i}" not in self._baseline.live else "back"
 
+    def _forward_peak(self, reading: Reading, i: int) -> int:
+        """Return the peak of a unit's forward; behind a head until the model returns."""
+        is_head = self._backward_phase(i) == "leave"
+        return max(reading.peak("enter", i), reading.peak_in_model if is_head else 0)
+
+    def _backward_peak(self, reading: Reading, i: int) -> int:
+        """Return the peak of a unit's backward."""
+        is_head = self._backward_phase(i) == "leave"
+        return reading.peak_returned if is_head else reading.peak("back", i)
+
     def _level(self, i: int, name: str, extra_ms: float = 0.0) -> Level:
         reading = self._readings[i][name]
         baseline = self._baseline
         # bytes that units before this one add to the baseline, live and saved
         live_before = reading.live_at_begin(i) - baseline.live_at_begin(i)
-        saved_before = reading.saved_before(i) - baseline.saved_before(i)
-        saved_before += self._cached_before[i, name]
+        saved_before = self._saved_before(reading, i) + self._cached_before[i, name]
+        backward_peak = self._backward_peak(reading, i) + self._missing_in_backward(reading, i)
         return Level(
             name,
             self._added_bytes(i, name),
             extra_ms,
-            forward_peak=max(0, reading.peak("enter", i) - live_before),
-            backward_peak=max(0, reading.peak(self._backward_phase(i), i) - saved_before),
+            forward_peak=max(0, self._forward_peak(reading, i) - live_before),
+            backward_peak=max(0, backward_peak - saved_before),
             cached_bytes=self._cached_bytes(i, name),
+            unsaved_shared=self._unsaved_shared(i, name),
         )
 
     def unit(self, i: int, freed: int, times: _UnitTimes) -> Unit:
@@ -299,13 +408,12 @@ class _Costs:
         baseline = self._baseline
         readings = self._readings[i]
         inside = INSIDE if INSIDE in readings else next(iter(readings))
-        phase = self._backward_phase(i)
         recomputed = Level(
             "recomputed",
             added_bytes=0,
             extra_ms=times.recompute,
-            forward_peak=baseline.peak("enter", i),
-            backward_peak=baseline.peak(phase, i),
+            forward_peak=self._forward_peak(baseline, i),
+            backward_peak=self._backward_peak(baseline, i),
         )
         live_at_begin = baseline.live_at_begin(i)
         return Unit(
@@ -319,8 +427,7 @@ class _Costs:
             unsaved_input=self._unsaved_input(i, inside),
             unsaved_constants=self._unsaved_constants(i, inside),
             live_at_begin=live_at_begin,
-            # the phase behind the last unit counts once
-            peak_until_next=baseline.peak("leave", i) if phase == "back" else live_at_begin,
+            peak_until_next=self._peak_until_next(i),
             live_at_gradient=baseline.live.get(f"back {i}", live_at_begin),
             # code between may have the input anyway
             joined=unit.joined and 2 * freed > unit.input_bytes,
@@ -328,7 +435,17 @@ class _Costs:
             members=tuple(name for name, _ in unit.members),
             movable_bytes=unit.movable_bytes,
             backward_ms=times.backward,
+            shared=self._shared_of(i),
+            first_saved=self._first_saved(i),
         )
+
+    def _peak_until_next(self, i: int) -> int:
+        """Return the peak from a unit's end to the next one, or until the model returns."""
+        if self._backward_phase(i) == "leave":
+            # the phase behind the last unit counts once
+            return self._baseline.live_at_begin(i)
+        is_last = i == len(self._units) - 1
+        return self._baseline.peak_in_model if is_last else self._baseline.peak("leave", i)
 
     def _useful_levels(self, i: int, times: _UnitTimes) -> tuple[Level, ...]:
         """Return the levels of a unit but those that save no less than a faster one."""

@@ -63,15 +63,27 @@ class Reading:
         self.saved_inputs = lifetimes.saved_inputs()
         # by unit, the bytes of each of its other arguments that lives until backward, else 0
         self.saved_constants = lifetimes.saved_constants
+        # by its places, the life of each of these
+        self.constants = lifetimes.constants()
         # by marker, the live bytes there
         self.live = dict[str, int]()
         # by the marker that begins a phase, its peak in bytes
         self.peaks = Counter[str]()
         self._ms = Counter[str]()
+        # the peak of the code behind the last unit until the model returns, and from there on
+        self.peak_in_model = 0
+        self.peak_returned = 0
         where = "begin"
         for phase in phases:
             self.live.setdefault(phase.name, phase.start)
-            where = where if phase.name in _INSIDE else phase.name
+            if phase.name in _INSIDE:
+                self.peak_returned = max(self.peak_returned, phase.peak)
+            else:
+                where = phase.name
+                if where.startswith("enter"):
+                    self.peak_returned = 0
+                if where.startswith("leave"):
+                    self.peak_in_model = phase.peak
             self.peaks[where] = max(self.peaks[where], phase.peak)
             self._ms[where] += phase.ms  # type: ignore[assignment]  # counts may be floats
         # the bytes that it leaves for the next step
@@ -162,6 +174,7 @@ class _Marker:
         def arrive(i: int, _: Any) -> None:
             if i not in arrived:
                 arrived.add(i)
+                self._lifetimes.note_backward(i)
                 self._mark(f"back {i}")
 
         # the nodes of units that get a gradient from code outside of the unit, and that unit

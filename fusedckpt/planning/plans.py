@@ -19,7 +19,7 @@ from fusedckpt.autograd import arguments
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.checkpointing.sequential import OFFLOADED, Span
 from fusedckpt.planning import roles
-from fusedckpt.planning.chain import Chain, Item, Level, Unit, simulate
+from fusedckpt.planning.chain import Chain, Item, Level, SharedConstant, Unit, simulate
 from fusedckpt.planning.plan_plot import draw
 from fusedckpt.planning.plan_text import text_of_plan
 from fusedckpt.planning.units import has_levels
@@ -197,12 +197,15 @@ def _read(document: Any) -> Plan:
     if {name: document.pop(name) for name in _FORMAT} != _FORMAT:
         raise ValueError(f"expected {_FORMAT['format']}, version {_FORMAT['version']}")
     for unit in (units := document["chain"]["units"]):
-        unit["levels"] = tuple(Level(**level) for level in unit["levels"])
+        unit["levels"] = tuple(map(_read_level, unit["levels"]))
         unit["members"] = tuple(unit["members"])
-        unit["in_segment"] = Level(**unit["in_segment"])
+        unit["shared"] = tuple(unit.get("shared", ()))
+        unit["in_segment"] = _read_level(unit["in_segment"])
         if (recomputed := unit["recomputed"]) is not None:
-            unit["recomputed"] = Level(**recomputed)
+            unit["recomputed"] = _read_level(recomputed)
     document["chain"]["units"] = tuple(Unit(**unit) for unit in units)
+    shared = document["chain"].get("shared", ())
+    document["chain"]["shared"] = tuple(SharedConstant(**constant) for constant in shared)
     document["chain"] = Chain(**document["chain"])
     document["items"] = tuple(Item(**item) for item in document["items"])
     plan = Plan(**document)
@@ -215,6 +218,11 @@ def _read(document: Any) -> Plan:
     if plan.predicted_bytes != peak or not isclose(plan.extra_ms, extra):
         raise ValueError(f"its units give {peak} bytes and {extra} ms, it has other figures")
     return plan
+
+
+def _read_level(document: Any) -> Level:
+    unsaved = tuple(document.get("unsaved_shared", ()))
+    return Level(**{**document, "unsaved_shared": unsaved})
 
 
 def _unit(model: nn.Module, name: str) -> nn.Module:

@@ -84,7 +84,7 @@ class _Search:
         # the fewest bytes that items before a unit add, which may be below 0
         fewest = np.full(len(behind), _NEVER)
         self.before[0] = fewest[0] = 0
-        for i, (stop, added, _, ms) in enumerate(self._starts):
+        for i, (stop, added, _, ms, _) in enumerate(self._starts):
             np.minimum.at(self.before, stop, self.before[i] + ms + self.multiplier * added)
             np.minimum.at(fewest, stop, fewest[i] + added)
         # the most that a way from each unit on may need
@@ -96,7 +96,7 @@ class _Search:
         behind = np.zeros(len(self._least_ms))
         bounds = list[Ms]()
         for i in reversed(range(len(self._starts))):
-            stop, added, need, ms = self._starts[i]
+            stop, added, need, ms, _ = self._starts[i]
             # the need is the larger of two, and each of them gives a bound
             by_item = ms + multiplier * need + self._least_ms[stop]
             by_way = ms + multiplier * added + behind[stop]
@@ -114,7 +114,7 @@ class _Search:
         is_lost = False
         ways = self._end * (len(self._starts) + 1)
         for i in reversed(range(len(self._starts))):
-            stop, added, own_need, extra = self._starts[i]
+            stop, added, own_need, extra, _ = self._starts[i]
             spent = self.before[i] - self.multiplier * self._limit
             room = self.rooms[i]
             needs = [np.zeros(0, np.int64)]
@@ -139,7 +139,7 @@ class _Search:
         """Return the least need from each unit on, as the only way there."""
         ways = self._end * (len(self._starts) + 1)
         for i in reversed(range(len(self._starts))):
-            stop, added, own_need, extra = self._starts[i]
+            stop, added, own_need, extra, _ = self._starts[i]
             needs = np.maximum(own_need, added + np.array([ways[k][0][0] for k in stop]))
             row = int(np.argmin(needs))
             ways[i] = needs[row : row + 1], ways[stop[row]][1] + extra[row]
@@ -148,20 +148,21 @@ class _Search:
     def best(self, chain: Chain, ways: list[Ways]) -> Outcome:
         """Return the plan of the fastest way of all."""
         items: list[Item] = []
+        units = [*(start.unit for start in self._starts), len(chain.units)]
         i = 0
         room = int(ways[0][0][-1])
         while i < len(self._starts):
-            stop, added, own_need, extra = self._starts[i]
+            stop, added, own_need, extra, unit = self._starts[i]
             ms = [
                 e + _at(ways[s], room - k) if n <= room else math.inf
                 for s, k, n, e in zip(stop, added, own_need, extra, strict=True)
             ]
             row = int(np.argmin(ms))
-            levels = chain.units[i].levels
+            levels = chain.units[unit].levels
             level = levels[row].name if row < len(levels) else None
             # offloaded segments come behind segments of the same stops
             offloads = level is None and int(stop[row]) in stop[len(levels) : row]
-            items.append(Item(i, int(stop[row]), level, offloads))
+            items.append(Item(unit, units[stop[row]], level, offloads))
             i = int(stop[row])
             room -= int(added[row])
         return simulate(chain, items)

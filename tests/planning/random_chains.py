@@ -3,7 +3,7 @@
 import random
 from dataclasses import replace
 
-from fusedckpt.planning.chain import Chain, Level, Unit
+from fusedckpt.planning.chain import Chain, Level, SharedConstant, Unit
 
 
 def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
@@ -39,7 +39,31 @@ def random_chain(draw: random.Random, count: int, most: int = 60) -> Chain:
 
     units = tuple(unit(i) for i in range(count))
     before, after, states = (draw.randrange(size) for size in (most, most, 4))
-    return Chain(units, draw.randrange(most), before, after, states)
+    chain = Chain(units, draw.randrange(most), before, after, states)
+    return with_shared(chain, draw, most) if draw.random() < 0.6 else chain
+
+
+def with_shared(chain: Chain, draw: random.Random, most: int) -> Chain:
+    """Let units get one or two constants, which some of their levels do not save."""
+    units, shared = [*chain.units], list[SharedConstant]()
+    for k in range(draw.randint(1, 2)):
+        takers = [i for i in range(len(units)) if draw.random() < 0.7]
+        for i in takers:
+            levels = tuple(
+                replace(level, unsaved_shared=(*level.unsaved_shared, k))
+                if draw.random() < 0.7
+                else level
+                for level in units[i].levels
+            )
+            units[i] = replace(units[i], levels=levels, shared=(*units[i].shared, k))
+        since = next((i for i in takers if not units[i].fixed), len(units))
+        nbytes = draw.randrange(most // 2)
+        shared.append(SharedConstant(nbytes, since))
+        if since < len(units):
+            first_saved = units[since].first_saved + nbytes
+            units[since] = replace(units[since], first_saved=first_saved)
+    behind = draw.randrange(2 * most)
+    return replace(chain, units=tuple(units), shared=tuple(shared), peak_returned=behind)
 
 
 def llama_like(num_layers: int, noise: float = 0.1) -> Chain:

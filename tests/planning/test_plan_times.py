@@ -127,6 +127,7 @@ def test_a_reading_of_units_that_were_not_called():
         inputs=[],
         saved_inputs=lambda: [],
         saved_constants=[],
+        constants=dict,
     )
     leftover: Any = SimpleNamespace(nbytes=lambda live: live["end"])
     reading = Reading(phases, held, leftover)

@@ -32,6 +32,23 @@ def every_plan(chain: Chain):
         yield from itertools.product(*choices)
 
 
+def saves(chain: Chain, item: Item, constant: int) -> bool:
+    """Whether an item saves a shared constant."""
+    unsaved = () if item.level is None else chain.units[item.start].level(item.level).unsaved_shared
+    units = chain.units[item.start : item.stop]
+    return constant not in unsaved and any(constant in unit.shared for unit in units)
+
+
+def gone_by(chain: Chain, items, start: int) -> int:
+    """Return the bytes of shared constants that no item saves, of those up to one at `start`."""
+    earlier = [item for item in items if item.start <= start]
+    return sum(
+        constant.nbytes
+        for k, constant in enumerate(chain.shared)
+        if constant.since <= start and not any(saves(chain, item, k) for item in earlier)
+    )
+
+
 def replay(chain: Chain, items) -> tuple[int, float]:
     """Return peak and extra time of a plan, from the tensors that live in every phase."""
     # by unit, bytes more than in a step in which every unit is in a checkpoint of its own
@@ -46,10 +63,12 @@ def replay(chain: Chain, items) -> tuple[int, float]:
             is_inside = item.level is None and i > item.start
             more[i] = -unit.freed_in_segment if is_inside else level.added_bytes
             peaks.append(unit.peak_until_next + sum(more[: i + 1]))
+    peaks.append(chain.peak_returned + sum(more) - gone_by(chain, items, len(more) - 1))
     for item in items[::-1]:
+        gone = gone_by(chain, items, item.start)
         if item.level is not None:
             level = chain.units[item.start].level(item.level)
-            peaks.append(level.backward_peak + sum(more[: item.start]))
+            peaks.append(level.backward_peak + sum(more[: item.start]) - gone)
             extra += level.extra_ms
             continue
         last = item.stop - 1
@@ -59,7 +78,8 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         for i in range(item.start, last):
             unit = chain.units[i]
             runs = unit.in_segment.forward_peak - unit.live_at_begin
-            peaks.append(chain.units[last].live_at_gradient + sum(more[: last + 1]) + runs)
+            live = chain.units[last].live_at_gradient - gone
+            peaks.append(live + sum(more[: last + 1]) + runs)
             # it has its intermediates again, beside what the segment keeps; the next one its input
             more[i] += unit.in_segment.added_bytes + lasting[i]
             more[i + 1] += chain.units[i + 1].freed_in_segment
@@ -69,10 +89,11 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         if last > item.start and end.unsaved_input:
             runs = end.live_at_gradient + end.in_segment.forward_peak - end.live_at_begin
             backward = min(backward, max(runs, end.in_segment.backward_peak + lasting[last]))
-        peaks.append(backward + sum(more[:last]))
+        peaks.append(backward + sum(more[:last]) - gone)
         extra += chain.units[last].recomputed.extra_ms
         for i in reversed(range(item.start, last)):
-            held_until_the_end = held * (i == 0) + sum(lasting[i : last + 1])
+            held_until_the_end = held * (i == 0) + sum(lasting[i : last + 1]) - gone
+            held_until_the_end += sum(x.first_saved for x in chain.units[i + 1 : last + 1])
             peaks.append(
                 chain.units[i].in_segment.backward_peak + sum(more[:i]) + held_until_the_end
             )
@@ -216,7 +237,7 @@ def integer_program(chain: Chain, limit: int) -> tuple[float, float]:
     # an item: its ends, what it keeps, its peak beyond all kept before, its time
     edges = []
     for i, start in enumerate(starts_of(chain, count)):
-        for stop, kept, need, ms in zip(*(column.tolist() for column in start), strict=True):
+        for stop, kept, need, ms in zip(*(column.tolist() for column in start[:4]), strict=True):
             edges.append((i, stop, kept, need, ms)) if need <= limit else None
     starts, stops, kept, peaks, extra = map(np.array, zip(*edges, strict=True))
     nodes = np.arange(count)[:, None]
