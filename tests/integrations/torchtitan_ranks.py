@@ -98,16 +98,21 @@ def main(rank: int) -> None:
     fused = build([f"{OURS}fused_block"], None)
     report = fusedckpt.fuse(fused)
     same(step(fused, rank), expected)
-    # each block's norms and feed-forward, and no one of them ran as its class
-    assert len(report.already) == 3 * LAYERS
+    # each block's norms, attention and feed-forward, and no one of them ran as its class
+    assert len(report.already) == 4 * LAYERS
     assert not report.fallbacks
     d, f, rows = 256, 768, 2 * TOKENS
-    # a number and a normalized row of each norm; a norm's output; gate, silu(gate), up, the product
-    assert kept(eager) - kept(fused) == LAYERS * rows * 4 * (2 * (1 + d) + d + 4 * f)
+    # a number and a normalized row of each norm, and its output; query, key and value; gate,
+    # silu(gate), up, the product
+    values = rows * (2 * (1 + d) + 2 * d + 3 * d + 4 * f)
+    # the rotations of all positions, which each layer has
+    rotations = sum(b.nbytes for b in eager.buffers()) // LAYERS
+    assert kept(eager) - kept(fused) == LAYERS * (4 * values + rotations)
 
     preact = build([(f"{OURS}fused_block", {"save": "preact"})], None)
     same(step(preact, rank), expected)
-    assert kept(preact) - kept(fused) == LAYERS * rows * 4 * 2 * f
+    # gate and up; attention is not run again
+    assert kept(preact) - kept(fused) == LAYERS * (4 * rows * (2 * f + 3 * d) + rotations)
 
     theirs = build([], FullAC.Config())
     ours = build([f"{OURS}fused_block", f"{OURS}full_checkpoint"], FullAC.Config())
