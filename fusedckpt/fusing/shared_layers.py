@@ -127,7 +127,7 @@ class Shared(nn.Module):
         return forward(x)
 
     def _copies(self, x: Tensor) -> bool:
-        """Whether the forward may read a contiguous copy of an input that has a recipe."""
+        """Whether the forward may read a copy of an input with a recipe that is not contiguous."""
         return False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
@@ -148,7 +148,7 @@ class SharedProduct(Shared):
         # as autocast does, on a tensor that is known
         cast = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
         view = recipes.cast(view, x, cast)
-        if self._copies(cast):
+        if not cast.is_contiguous() and self._copies(cast):
             cast = cast.contiguous()
             view = recipes.copied(view, cast)
         y = _saving(view, cast, partial(forward, cast), samples=self._fusedckpt_samples)
@@ -182,7 +182,7 @@ class SharedLinear(SharedProduct):
             layout = view.place, view.size, view.stride, view.offset
             source = weakref.ref(view.source), view.check
             self._note(y, partial(_recipe_of_linear, source, layout, y.dtype))
-            if "linear" not in functions_of(view.source):
+            if self._fusedckpt_readers == "code" and "linear" not in functions_of(view.source):
                 self._let_know(active(), y)
         return y
 
@@ -206,7 +206,7 @@ class SharedLinear(SharedProduct):
         return self._noted(x, y)
 
     def _copies(self, x: Tensor) -> bool:
-        return x.dim() > 2 and not x.is_contiguous() and not dispatch.has_hooks(self)
+        return x.dim() > 2 and not dispatch.has_hooks(self)
 
     def _noted(self, x: Tensor, y: Any) -> Any:
         """Note that a result is made of an input that autograd saves, and return the result."""
@@ -222,7 +222,8 @@ class SharedLinear(SharedProduct):
             # hooks that count may save another tensor of the same memory
             reference = partial(_itself, x)
         self._note(y, partial(_recipe_of_input, reference, x._version))
-        self._let_know(tracker, y)
+        if self._fusedckpt_readers == "code":
+            self._let_know(tracker, y)
         return y
 
     def _is_torchs(self, forward: Callable[..., Any]) -> bool:
@@ -236,7 +237,7 @@ class SharedLinear(SharedProduct):
 
     def _let_know(self, tracker: Tracker | None, y: Tensor) -> None:
         """Let functions that the code of the layer around calls know how a result is made."""
-        if tracker is None or self._fusedckpt_readers != "code":
+        if tracker is None:
             return
         known = index.known_of(y)
         if known is not None and known.source is not None:
