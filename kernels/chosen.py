@@ -29,7 +29,7 @@ def eager_statistics(u: Tensor, target: Tensor, ids: Tensor, rule: LogitRule) ->
 
 
 def counted(target: Tensor, ids: Tensor, rule: LogitRule) -> Tensor:
-    """Return which ids [..., k] are not ignored, in rows whose target [..., 1] is not."""
+    """Return which ids [..., k] are not ignored, in rows where the target [..., 1] is not."""
     return (target != rule.ignore_index) & (ids != rule.ignore_index)
 
 

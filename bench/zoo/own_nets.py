@@ -73,7 +73,7 @@ class GuidedBlock(nn.Module):
 
 
 class StyledBlock(nn.Module):
-    """As StyleGAN 2's: a convolution whose weight a style modulates for each picture."""
+    """As StyleGAN 2's: a style modulates the weight of a convolution for each picture."""
 
     def __init__(self):
         super().__init__()

@@ -73,7 +73,7 @@ class PlainMLP(nn.Module):
 
 
 class NormWithoutBias(nn.Module):
-    """A LayerNorm whose bias may be left out."""
+    """A LayerNorm with or without a bias."""
 
     def __init__(self):
         super().__init__()
@@ -352,7 +352,7 @@ class ScaledNorm(nn.Module):
 
 
 class GatedLinear(nn.Module):
-    """A linear whose second half is the gate of its first."""
+    """A linear: its second half is the gate of its first."""
 
     def __init__(self):
         super().__init__()

@@ -47,7 +47,7 @@ class Schedule:
 
     @cached_property
     def run(self) -> Callable[..., tuple[Any, ...]]:
-        """Compile the function when it is first called: most schedules only plan what is saved.
+        """Compile the function when it is first called: most schedules only plan the saved tensors.
 
         fx writes a function `forward`, one line a node, and the globals that it names. fx's
         GraphModule does not run it, as every call of a module costs more than this plain method.

@@ -99,7 +99,7 @@ def _note_readers(swaps: Mapping[str, Swap]) -> None:
 
 
 def _add_code(search: Search, seen: Set[nn.Module], swaps: dict[str, Swap]) -> None:
-    """Add the swaps of layers whose own code may call functions between linears."""
+    """Add the swaps of layers with code that may call functions between linears."""
     for name, module in search.modules.items():
         if module in seen or not search.may_share(name):
             continue
@@ -137,7 +137,7 @@ def _change(module: nn.Module, swap: Swap) -> str:
 
 
 def _with_sources(search: Search, swaps: Mapping[str, Swap]) -> dict[str, Swap]:
-    """Return the swaps of layers whose inputs may have a recipe: an MLP's, and behind norms."""
+    """Return the swaps of layers with inputs that may have a recipe: an MLP's, or behind norms."""
     places = {_parent(name) for name, swap in swaps.items() if READERS in swap.attributes}
     places.update(name for name, swap in swaps.items() if issubclass(swap.new_class, SharedCode))
     has_norms = _has_norms(search, swaps)
@@ -151,14 +151,14 @@ def _with_sources(search: Search, swaps: Mapping[str, Swap]) -> dict[str, Swap]:
 
 
 def _has_norms(search: Search, shared: Mapping[str, Swap]) -> bool:
-    """Whether the model has norms of whose results any layer may save the recipe."""
+    """Whether the model has norms with results of which any layer may save the recipe."""
     swaps = [*(swap for _, swap in search.swaps), *shared.values()]
     kinds = [*map(type, search.modules.values()), *(swap.new_class for swap in swaps)]
     return any(issubclass(kind, (LayerNorm, RMSNorm, FusedNorm, SharedNorm)) for kind in kinds)
 
 
 def _own_linears(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> list[str]:
-    """Return the linears whose results the code of a layer, which is no model, may read."""
+    """Return the linears with results that the code of a layer, not of a model, may read."""
     kind = type(module)
     if kind.__module__.startswith(("torch.", "fusedckpt.")) or kind.forward is nn.Module.forward:
         return []

@@ -1,4 +1,4 @@
-"""Layers whose own code calls the functions between the linears of an MLP.
+"""Layers with code that calls the functions between the linears of an MLP.
 
     x = x + self.fc2(F.gelu(self.fc1(self.norm(x))))
 
@@ -32,7 +32,7 @@ SHARES_CODE = "_fusedckpt_shares_code"
 class ProductMode(RecipeMode):
     """The functions of results of linears that are called inside save recipes.
 
-    around: the mode of a forward whose other functions save recipes, too, None for none.
+    around: the mode of a forward in which other functions save recipes, too; None for none.
     """
 
     def __init__(self, tracker: Tracker, copies_parameters: bool, around: RecipeMode | None):
@@ -73,7 +73,7 @@ class ProductMode(RecipeMode):
 
 
 class SharedCode(nn.Module):
-    """Forward of a layer whose code calls functions of its linears' results."""
+    """Forward of a layer with code that calls functions of its linears' results."""
 
     # its name and repr stay as they were
     _fusedckpt_prefix = ""

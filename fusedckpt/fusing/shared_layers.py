@@ -339,7 +339,7 @@ class SharedActivation(SharedFunctions):
 
 
 class SharedCheap(SharedFunctions):
-    """Forward of a dropout, or of a layer whose parameters are vectors, behind an activation."""
+    """Forward of a dropout, or of a layer with vectors as parameters, behind an activation."""
 
     _fusedckpt_reads = (ACTIVATION,)
 
@@ -350,7 +350,7 @@ class SharedNorm(SharedFunctions):
     _fusedckpt_reads = (ACTIVATION,)
 
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
-        """Return forward(x), whose functions save recipes that begin at x."""
+        """Return forward(x); its functions save recipes that begin at x."""
         if x.__class__ is not Tensor or not (torch.is_grad_enabled() and x.requires_grad):
             return forward(x)
         if private.are_transforms_active() or dispatch.is_recorded(x):

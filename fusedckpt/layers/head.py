@@ -120,8 +120,8 @@ def token_logprobs(
             distillation.
         entropy: return the entropy of each token's distribution too; all are differentiable.
         temperature: divides the logits, after the softcap.
-        ignore_index: a target, or an id, with log-probability zero. A token whose target, or, where
-            there are no targets, each of whose ids it is, has zeros alone.
+        ignore_index: a target, or an id, with log-probability zero. All results of a token are zero
+            where its target is ignored, or, without targets, all of its ids are.
 
     Returns:
         The results that are asked for, a tuple if several: log-probabilities of targets [...],

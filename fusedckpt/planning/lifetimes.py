@@ -21,7 +21,7 @@ class ConstantLife(NamedTuple):
     nbytes: int
     # the marker of the forward at which it was first gone; behind all of them where it never was
     gone: int
-    # the first unit at whose backward it still lives; behind all of them where there is none
+    # the first unit with a backward at which it still lives; behind all of them if none has
     kept_from: int
 
 

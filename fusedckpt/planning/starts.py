@@ -89,7 +89,7 @@ _NO_SEGMENTS = _Segments(*np.zeros((7, 0)))
 def starts_of(chain: Chain, longest: int) -> list[Starts]:
     """Return the items that may start at each place, with segments of up to `longest` units."""
     units = _unit_starts(chain, longest)
-    # by unit and the shared constants that items before it save, what each item there saves
+    # by unit and the shared constants that items before it save: those that each item there saves
     rows: list[dict[frozenset[int], list[frozenset[int]]]] = [{} for _ in units]
     rows[0][frozenset()] = []
     for i, start in enumerate(units):
