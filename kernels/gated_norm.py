@@ -261,6 +261,12 @@ def store_gated_grads(
     return grad * xhat
 
 
+@triton.jit
+def places_of(rm, rn, first, m, n):
+    """Return the columns of a tile of a group that begins at `first`, and which values it has."""
+    return first + rn, (rm < m) & (rn < n)
+
+
 @jit_kernel
 def gated_norm_grad_kernel(
     t,
@@ -299,8 +305,7 @@ def gated_norm_grad_kernel(
         squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for index in tl.static_range(CHUNKS):
-            at = first + blocks[index]
-            mask = (rm < m) & (blocks[index] < n)
+            at, mask = places_of(rm, blocks[index], first, m, n)
             x, gate, dy = read_tiles(t, rm, at, mask, "")
             weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
             _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
@@ -311,8 +316,7 @@ def gated_norm_grad_kernel(
         share = product * per_row * rstd
         added = ()
         for index in tl.static_range(CHUNKS):
-            at = first + blocks[index]
-            mask = (rm < m) & (blocks[index] < n)
+            at, mask = places_of(rm, blocks[index], first, m, n)
             # once more, out of the cache: held meanwhile they would take too many registers
             x, gate, dy = read_tiles(t, rm, at, mask, ".cg")
             weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
