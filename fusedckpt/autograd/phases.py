@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from fusedckpt.autograd import private
@@ -133,9 +134,9 @@ def current() -> SavePhase | None:
         return None
     hooks = private.top_hooks()
     if hooks is None:
-        # the backward of a checkpoint's own node: torch's, DeepSpeed's, ...
-        node = private.current_node()
-        return _REENTRANT if node is not None and "CheckpointFunction" in node.name() else None
+        # a forward with gradients in a backward is a recompute: of torch's reentrant checkpoint,
+        # DeepSpeed's or Megatron's, and of any that a project wrote for itself
+        return _REENTRANT if isinstance(private.current_node(), BackwardCFunction) else None
     owner = getattr(hooks[0], "__self__", None)
     if isinstance(owner, SavePhase):
         return owner
