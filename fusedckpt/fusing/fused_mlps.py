@@ -114,12 +114,21 @@ def _level_now(save: Any, kind: str, known: tuple[str, ...]) -> str:
     return levels.resolve(kind, None, default, known)
 
 
-def _shares_recipes(module: nn.Module, x: Tensor) -> bool:
-    """Whether a linear and its activation are layers that save a recipe of this input."""
-    kinds = [type(layer) for layer in module._modules.values()]
-    has_linear = any(issubclass(kind, SharedLinear) for kind in kinds)
-    has_activation = any(issubclass(kind, SharedActivation) for kind in kinds)
-    return has_linear and has_activation and shared_view_of(x) is not None
+def _shares_recipes(module: Any, x: Tensor) -> bool:
+    """Whether a linear and its activation are layers that save a recipe of this input, or x alone.
+
+    A linear that reads the activation's result then saves no more.
+    """
+    layers = module._modules.values()
+    linear = next((layer for layer in layers if isinstance(layer, SharedLinear)), None)
+    if linear is None or not any(isinstance(layer, SharedActivation) for layer in layers):
+        return False
+    if shared_view_of(x) is not None:
+        return True
+    is_default = levels.override.level in (None, "inputs") and module.save == "inputs"
+    if not is_default or module.chunks is not None or torch.compiler.is_compiling():
+        return False
+    return linear.lets_readers_compute(x)
 
 
 def chunk_words(chunks: int | None) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,9 +22,9 @@ from fusedckpt.layers.fallbacks import NotFused
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
-    """Find attention and mixers that are not swapped otherwise, in a block, or around an MLP."""
+    """Find attention and mixers that are not swapped otherwise, in a block, or mostly an MLP."""
     known = {*search.inside, *(module for module, _ in search.swaps)}
-    mlps = {module for module, swap in search.swaps if swap.kind == "mlp"}
+    mlps = [module for module, swap in search.swaps if swap.kind == "mlp"]
     for name, kinds in _mixers(model, search, batch).items():
         module = search.modules[name]
         if module in known or MARK in vars(module):
@@ -33,13 +33,23 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         if not search.has(name, "attention") or search.save != "inputs":
             continue
         swap = recomputing_swap(module, kinds, search.save)
-        if not mlps.isdisjoint(module.modules()):
+        if _is_mostly(module, mlps):
             swap = NotFused("around")
         if isinstance(swap, NotFused):
             search.report.leave(name, "attention", swap, type(module).__name__)
             continue
         search.report.swap(name, swap.parts[""])
         search.swaps.append((module, swap))
+
+
+def _is_mostly(module: nn.Module, mlps: Sequence[nn.Module]) -> bool:
+    """Whether MLPs that are fused have half of a module's parameters or more.
+
+    They would run again with it. A small one costs little, such as that of Swin V2's biases.
+    """
+    layers = set(module.modules())
+    inner = {p for mlp in mlps if mlp in layers for p in mlp.parameters()}
+    return 2 * sum(p.numel() for p in inner) >= sum(p.numel() for p in module.parameters()) > 0
 
 
 def recomputing_swap(

@@ -186,14 +186,27 @@ class SharedLinear(SharedProduct):
                 self._let_know(active(), y)
         return y
 
-    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
-        """Return forward(x), which its readers make again from x: autograd saves x anyway."""
+    def lets_readers_compute(self, x: Any) -> bool:
+        """Whether readers of this call's result may compute it again from x."""
+        hooks = private.top_hooks()
+        # in the recompute of a checkpoint, readers save their inputs as ever
+        is_free = private.current_node() is None if hooks is None else only_count(hooks)
+        is_free = is_free and self._fusedckpt_save == "inputs"
+        return is_free and self._is_known(x, super(Shared, self).forward)
+
+    def _is_known(self, x: Any, forward: Callable[..., Any]) -> bool:
+        """Whether the readers of a result of this input may know how it was made."""
         weight = self._parameters.get("weight")
         is_plain = x.__class__ in PLAIN and weight.__class__ in PLAIN
         if not (is_plain and self._fusedckpt_readers and torch.is_grad_enabled()):
+            return False
+        return self._is_torchs(forward)
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x), which its readers make again from x: autograd saves x anyway."""
+        if not self._is_known(x, forward):
             return forward(x)
-        if not self._is_torchs(forward):
-            return forward(x)
+        weight = self._parameters["weight"]
         # as torch does, to tensors that are known
         dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
         if dtype is not None and x.dtype != torch.float64:

@@ -495,7 +495,7 @@ def test_attention_written_beside_an_mlp_is_named():
     class Both(ByHand):
         def __init__(self):
             super().__init__()
-            self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+            self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
 
         def forward(self, x):
             return self.mlp(super().forward(x))
@@ -503,3 +503,27 @@ def test_attention_written_beside_an_mlp_is_named():
     report = fuse(nn.Sequential(nn.LayerNorm(D), Both()))
     assert report.left == {"1": ("around", "")}
     assert report.kinds["1"] == "attention"
+
+
+class Biased(Attention):
+    """As Swin V2's: cosine attention by hand, and an MLP that computes its bias of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(2, D), nn.ReLU(), nn.Linear(D, 2, bias=False))
+        self.places: torch.Tensor
+        self.register_buffer("places", torch.rand(T * T, 2))
+
+    def attend(self, q, k, v):
+        scores = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
+        bias = self.mlp(self.places).T.unflatten(1, (T, T))
+        return (scores + 16 * torch.sigmoid(bias)).softmax(-1) @ v
+
+
+def test_a_small_mlp_runs_again_with_its_attention():
+    eager, fused, report = pair(Biased)
+    assert report.swapped["1"].endswith("recomputed but for attention itself")
+    assert report.left == {}
+    x = randn(2, T, D)
+    torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert saved_bytes(fused, [x]) == 2 * T * D * 4

@@ -336,3 +336,45 @@ def test_an_activation_that_is_parametrized_since_runs_once():
     for model in (fused, eager):
         nn.utils.parametrize.register_parametrization(model.act, "weight", Twice())
     assert_same(*(stepped(model, lambda act, step: None) for model in (fused, eager)))
+
+
+class Wide(nn.Module):
+    """A linear and its activation in a module of their own, as Swin V2's intermediate."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.act = nn.Linear(D, WIDE), nn.GELU()
+
+    def forward(self, x):
+        return self.act(self.dense(x))
+
+
+class Apart(nn.Module):
+    """An MLP in two modules, behind a sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.wide = nn.LayerNorm(D), Wide()
+        self.narrow = nn.Sequential(nn.Linear(WIDE, D), nn.Dropout(0.0))
+
+    def forward(self, x):
+        return self.norm(x + self.narrow(self.wide(x + 1)))
+
+
+@pytest.mark.parametrize("level", ["inputs", "preact"])
+def test_a_linear_behind_a_fused_activation_saves_no_more(level):
+    eager = Apart().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    report = fusedckpt.fuse(fused)
+    assert report.swapped["wide"] == "Wide -> linear_act (gelu)"
+    x = randn(T, D)
+    # inputs of the wide linear and of the norm; at "preact" also the activation's input and result
+    wide = {"inputs": 0, "preact": 2 * WIDE}[level]
+    with fusedckpt.saving(level):
+        assert saved_bytes(fused, [x]) == T * (2 * D + wide) * 4
+        results = []
+        for model in (eager, fused):
+            y = model(x)
+            wanted = [x, *model.parameters()]
+            results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
+    torch.testing.assert_close(*results)
