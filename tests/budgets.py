@@ -250,7 +250,8 @@ def loss_of(output: Any) -> Tensor:
     """Return a loss of whatever a model returns."""
     if getattr(output, "loss", None) is not None:
         return output.loss
-    return sum(x.float().square().mean() for x in tensors_of(output) if x.requires_grad)
+    losses = [x.float().square().mean() for x in tensors_of(output) if x.requires_grad]
+    return torch.stack(losses).sum()
 
 
 class Result(NamedTuple):

@@ -206,7 +206,7 @@ def test_nesting_takes_one_more_forward():
 
 def test_more_segments_than_blocks_are_refused():
     model, x = Listed([Experts(), Experts()]), torch.randn(8, WIDTH)
-    with pytest.raises(ValueError, match="expected uniform:1 to 2, got 'uniform:5'"):
+    with pytest.raises(ValueError, match="from uniform:1 to uniform:2, got 'uniform:5'"):
         plan(model, x, policy="uniform:5", progress=False)
 
 

@@ -59,6 +59,7 @@ def replay(chain: Chain, items) -> tuple[int, float]:
         for i in range(item.start, item.stop):
             unit = chain.units[i]
             level = unit.recomputed if item.level is None else unit.level(item.level)
+            assert level is not None
             peaks.append(level.forward_peak + sum(more[:i]))
             is_inside = item.level is None and i > item.start
             more[i] = -unit.freed_in_segment if is_inside else level.added_bytes
