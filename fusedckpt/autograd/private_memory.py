@@ -92,6 +92,10 @@ READ: Any = getattr(_aten, "_local_scalar_dense", None)
 # the op of grouped GEMMs, whose shapes torch computes for bfloat16 alone
 GROUPED_MM: Any = getattr(_aten, "_grouped_mm", None)
 
+# the op of histograms: a model that takes its meta tensors for a GPU's gives it integers, whose
+# shapes torch does not compute for a CPU
+HISTC: Any = getattr(_aten, "histc", None)
+
 # where torch has shapes of meta tensors; some depend on a device, which it asks `device_hint` for
 _registrations: Any = sys.modules.get("torch._meta_registrations")
 
@@ -125,6 +129,11 @@ def grouped_mm(
     # groups of columns of x and rows of w make a matrix each, else their rows or columns stay
     groups = () if x.dim() + w.dim() == 5 else (len(x) if offs is None else len(offs),)
     return x.new_empty((*groups, x.shape[-2], w.shape[-1]), dtype=out_dtype or x.dtype)
+
+
+def histc(x: Tensor, bins: int = 100, *limits: Any, **options: Any) -> Tensor:
+    """Return the histogram of a meta tensor, in any dtype."""
+    return x.new_empty(bins)
 
 
 def embedding_bag(*args: Any, **kwargs: Any) -> Any:

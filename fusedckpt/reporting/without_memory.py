@@ -253,6 +253,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     embedding_bag = private_memory.EMBEDDING_BAG
     if embedding_bag is not None and func is embedding_bag.default and args[0].is_meta:
         return private_memory.embedding_bag(*args, **kwargs)
+    histc = private_memory.HISTC
+    if histc is not None and func is histc.default and args[0].is_meta:
+        return private_memory.histc(*args, **kwargs)
     if private_memory.is_fused_update(func):
         return None
     if func in private_memory.SPARSE_COPIES and args[0].layout == torch.sparse_coo:

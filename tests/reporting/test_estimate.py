@@ -14,6 +14,7 @@ import fusedckpt
 from fusedckpt.__main__ import main
 from fusedckpt.autograd import private_memory
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.kernels import routed
 from fusedckpt.reporting.factory import made_on_meta
 from fusedckpt.reporting.without_memory import MetaRun, on_meta
 
@@ -192,6 +193,37 @@ def test_a_model_that_has_memory_is_estimated_in_place(name):
     assert least * report.peak_bytes <= estimated.peak_bytes <= report.peak_bytes
     assert (estimated.device, estimated.is_estimate, report.is_estimate) == ("cpu", True, False)
     assert str(estimated).startswith(f"Estimated memory of one training step of {report.model}")
+
+
+@pytest.mark.parametrize("way", ["eager", "fused", "fused in a checkpoint"])
+def test_experts_get_rows_without_numbers(way):
+    transformers = pytest.importorskip("transformers", reason="needs the test extra")
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen
+
+    sizes: Any = {"hidden_size": DIM, "num_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=8)
+    config._experts_implementation = "grouped_mm"
+    model: Any = qwen.Qwen3MoeSparseMoeBlock(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    if way != "eager":
+        assert fusedckpt.fuse(model).swapped
+    if way == "fused in a checkpoint":
+        model = fusedckpt.checkpoint_module(model)
+    x = torch.randn(2, 8, DIM)
+    estimated, report = (read(model, x) for read in (fusedckpt.estimate, fusedckpt.report))
+    assert estimated.sizes == report.sizes
+    assert estimated.saved == report.saved
+    # a GPU's order of slots is another than a CPU's; a checkpoint saves random states on the host
+    least, most = (0, 1.0) if "checkpoint" in way else (0.95, 1.01)
+    assert least * report.peak_bytes <= estimated.peak_bytes <= most * report.peak_bytes
+
+
+def test_quantized_experts_get_equally_many_rows():
+    with MetaRun():
+        index = torch.zeros(8, 2, dtype=torch.long, device="meta")
+        route = routed.route(index, 4, None)
+    assert route.pieces == tuple((e, slice(4 * e, 4 * e + 4)) for e in range(4))
 
 
 def test_memory_of_the_model_s_size_is_not_allocated():
