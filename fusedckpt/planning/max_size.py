@@ -2,8 +2,9 @@
 
 The peak of a step is the largest of several sums of tensors, each a polynomial of the size of the
 inputs, of degree two where attention saves its scores. So a few estimates, and a parabola through
-the last three, tell where the peak meets the card; an estimate there, and one a step further,
-verify it, or are the next points.
+the points nearest to the card, tell where the peak meets it; an estimate there verifies it, or is
+the next point. One step more takes as many bytes as the steps before it did on average: where that
+exceeds the card, no estimate is made for it, as an estimate of a large model takes seconds.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class MaxSize:
     size: int
     # bytes of the peak at this size; with size 0 None
     peak_bytes: int | None
-    # bytes of the peak one step of the size further, None above the largest size that is tried
+    # bytes of the peak one step of the size further, estimated or along the line through this size
+    # and the next smaller one that was estimated; None above the largest size that is tried
     next_peak_bytes: int | None
 
 
@@ -180,7 +182,8 @@ def find_max_size(
         print(sizes)
 
     Nothing is allocated: peaks are those of `estimate`, which are lower bounds, and may take
-    `1 - slack` of a card. Each answer fits by its own estimate, and one step more does not.
+    `1 - slack` of a card. Each answer fits by its own estimate; one step more does not, by another
+    or by the line through the answer and a smaller size: about six estimates for each way.
 
     Ways: "eager"; "torch checkpoint" around every repeated block; "fuse preact" and "fuse" with
     save="preact" and "inputs"; "fuse, head" with the loss in the head; "fuse, checkpoint, head"
@@ -303,7 +306,7 @@ def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
             low = max(low, count)
         else:
             high = min(high, count)
-    while high - low > 1:
+    while high - low > 1 and not (low and _next_peak(peaks.known, low) > limit):
         count = _next_count(peaks.known, limit, low, high)
         if peaks(count) <= limit:
             low = count
@@ -314,28 +317,44 @@ def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
         card_bytes=card,
         size=low * peaks.step,
         peak_bytes=peaks(low) if low else None,
-        next_peak_bytes=peaks(high) if high <= most else None,
+        next_peak_bytes=_next_peak(peaks.known, low) if low < most else None,
     )
+
+
+def _next_peak(known: Mapping[int, int], count: int) -> int:
+    """Return the peak at one step more, or the least that a peak that grows ever faster has."""
+    if count + 1 in known:
+        return known[count + 1]
+    smaller = max((x for x in known if x < count), default=None)
+    if smaller is None:
+        return known[count]
+    return known[count] + (known[count] - known[smaller]) // (count - smaller)
 
 
 def _next_count(known: Mapping[int, int], limit: int, low: int, high: int) -> int:
     """Return the number of steps to estimate next, between one that fits and one that does not."""
-    if len(known) < 3:
-        return min(high - 1, max(low + 1, (1, 2, 4)[len(known)]))
+    if len(known) < 2:
+        return min(high - 1, 4) if known else 1
     # the points next to the answer
     near = sorted(known, key=lambda count: abs(known[count] - limit))[:3]
-    crossing = _crossing([(count, known[count]) for count in near], limit)
+    points = [(count, known[count]) for count in near]
+    crossing = _crossing(points, limit)
+    if crossing is None:
+        # a parabola that turns down before the limit: a line
+        crossing = _crossing(points[:2], limit)
     if crossing is None or not low <= crossing < high:
         crossing = min(low * 4, high - 1) if high > 4 * low else (low + high) // 2
-    # the crossing itself, then one step further: where the parabola is right, these verify it
+    # where the crossing fits already, one step further
     return max(crossing, low + 1)
 
 
 def _crossing(points: Sequence[tuple[int, int]], limit: int) -> int | None:
-    """Return the largest count at which a parabola through three points stays within a limit."""
+    """Return the largest count at which a parabola through three points, or a line through two,
+    stays within a limit; None where it never meets it.
+    """
     counts = np.array([count for count, _ in points], dtype=float)
     peaks = np.array([peak for _, peak in points], dtype=float)
-    a, b, c = np.polyfit(counts, peaks, 2)
+    a, b, c = [0.0, 0.0, *np.polyfit(counts, peaks, len(points) - 1)][-3:]
     # of rounding, beside the growth of the peak
     if abs(a) * counts.max() < 1e-6 * abs(b):
         a = 0.0

@@ -85,8 +85,10 @@ def test_few_estimates_find_the_answer(peak):
     for card in (1000, 10_000):
         best = max(n for n in range(2000) if peak(n) <= card)
         answer = _largest(peaks, "eager", card, slack=0.0)
-        assert (answer.size, answer.next_peak_bytes) == (best, peak(best + 1))
-    assert len(counts) <= 18
+        assert answer.size == best
+        # the peaks grow ever faster: a line is below them
+        assert card < answer.next_peak_bytes <= peak(best + 1)
+    assert len(counts) <= 12
 
 
 def test_nothing_fits_a_small_card():
