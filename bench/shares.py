@@ -140,7 +140,7 @@ def run(chosen: Namespace) -> int:
         parts = [(OWN, partial(_survey, OWN), OWN_FILE)]
     for models, measure, file in parts:
         names = [name for name in chosen.models if name in models]
-        with _quiet_on_one_thread():
+        with quiet_on_one_thread():
             rows = measure(names) if names else []
         if rows:
             append(rows, chosen.out / file)
@@ -149,7 +149,7 @@ def run(chosen: Namespace) -> int:
 
 
 @contextmanager
-def _quiet_on_one_thread() -> Iterator[None]:
+def quiet_on_one_thread() -> Iterator[None]:
     """Let libraries not warn of kernels that a CPU has not, and torch take one thread."""
     level = logging.root.manager.disable
     num_threads = torch.get_num_threads()
