@@ -55,7 +55,7 @@ WORDS = {
     ),
     "again": (
         "its {} would save more than four times its result, so it runs again in backward",
-        "nothing needs to be done; without dropout its fused kernel would not run again",
+        "nothing needs to be done; a fused kernel of it without dropout would not run again",
     ),
     "waits": (
         "its first training call will show whether it saves enough to be fused",
