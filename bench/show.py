@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench import changes, rounding
+from bench import changes, contexts, rounding
 from bench.options import FRACTION, Options
 from bench.results import (
     Row,
@@ -227,6 +227,8 @@ def columns_of(rows: Rows) -> Columns:
     first = rows[0]
     if first["command"] == "host":
         return HOST
+    if first["command"] == "contexts":
+        return contexts.COLUMNS
     known = {name for row in rows for name, value in row.items() if value is not None}
     is_run = first["command"] == "run"
     # what counts bytes alone has no times

@@ -212,6 +212,15 @@ def test_layers_are_the_committed_ones():
     assert f"of {len(layers)} language models" in text
 
 
+def test_largest_sequences_are_the_committed_ones():
+    lines = []
+    for rows in groups(read(ROOT / "bench/results/cpu/contexts.jsonl")):
+        for row in rows:
+            cells = (f"{card['size']:,}" if card["size"] else "-" for card in row["largest"])
+            lines.append(" | ".join((row["case"], row["name"], *cells)))
+    assert rows_below("bench/README.md", "| model | way | 24 GiB | 48 GiB | 80 GiB |") == lines
+
+
 def test_whole_models_are_the_committed_ones():
     gone = {}
     for rows in groups(read(ROOT / "bench/results/cpu/whole.jsonl")):
