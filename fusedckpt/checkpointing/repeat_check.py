@@ -15,6 +15,7 @@ from fusedckpt.checkpointing.determinism import Note, Results, note_of, same_not
 from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.memory import storages_of, strided
+from fusedckpt.state import rng
 
 NOT_THE_SAME = "a second run of its forward gives other results"
 _OVERWRITTEN = "later code of the step modifies its input"
@@ -72,9 +73,10 @@ class RepeatCheck(ChainedSegment):
     def why_not_again(self, tensors_of: Callable[[Any], Iterable[Tensor]]) -> str:
         """Make the call again as its recompute would; return why that cannot be, or "".
 
-        The call finds counters and generators as the model's forward left them. Of tensors of the
-        module that its own call wrote it finds other values, as they may equal those before: a
-        power iteration may have converged, and a state may depend on the last arguments alone.
+        The call finds counters and generators as the model's forward left them. A recompute
+        restores no generator of the module's own: none may draw. Of tensors of the module that its
+        own call wrote it finds other values, as they may equal those before: a power iteration may
+        have converged, and a state may depend on the last arguments alone.
         tensors_of: returns the tensors in an output.
         """
         (call,) = self.calls
@@ -87,6 +89,7 @@ class RepeatCheck(ChainedSegment):
         except RuntimeError:
             return _OVERWRITTEN
         repeat = RepeatCheck(self.module, self.options, self.results)
+        generators = rng.RandomStates(rng.of_modules(self.module))
         values = [(at, name, at[name]) for at, name in self._written if name in at]
         try:
             for at, name, x in values:
@@ -101,6 +104,9 @@ class RepeatCheck(ChainedSegment):
         finally:
             for at, name, x in values:
                 at[name] = x
+        if generators.have_moved():
+            generators.restore()
+            return NOT_THE_SAME
         return "" if repeat.results.difference is None else NOT_THE_SAME
 
 

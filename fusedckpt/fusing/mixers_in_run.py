@@ -55,7 +55,7 @@ def mixers_in_run(
         copied = copy.deepcopy(model, shared)
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
-    states = rng.RandomStates(filter(None, map(rng.of_object, _generators(model))))
+    states = rng.RandomStates(rng.of_modules(model))
     names = {module: name for name, module in copied.named_modules()}
     observer = _CopyObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:

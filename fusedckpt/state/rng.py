@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class GeneratorCalls(NamedTuple):
@@ -152,6 +152,12 @@ def of_object(value: Any) -> GeneratorCalls | None:
         bits: Any = value.bit_generator
         return GeneratorCalls(lambda: bits.state, partial(setattr, bits, "state"))
     return None
+
+
+def of_modules(model: nn.Module) -> list[GeneratorCalls]:
+    """Return the generators among attributes of a module and of those in it."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return [calls for value in values if (calls := of_object(value)) is not None]
 
 
 def _is_same(a: Any, b: Any) -> bool:

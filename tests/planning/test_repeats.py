@@ -169,6 +169,26 @@ def test_gradients_are_those_without_a_plan(name, policy):
     assert_equal(steps(model, x), steps(plain, x))
 
 
+def test_a_unit_that_draws_from_a_generator_of_its_own():
+    """Also where its results are the same: a recompute would draw the next numbers."""
+
+    def keep(unit, x):
+        return None if torch.rand((), generator=unit.generator) < 0 else 1.0
+
+    def make():
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1)
+        return nn.Sequential(Unit(keep, generator=generator), Unit(), Unit()), generator
+
+    x = torch.randn(64, WIDTH, requires_grad=True)
+    (model, ours), (plain, theirs) = make(), make()
+    found = planned(model, x, policy="all")
+    assert found.left_out == {"0": WHY}
+    found.apply(model)
+    assert_equal(steps(model, x), steps(plain, x))
+    assert torch.equal(ours.get_state(), theirs.get_state())
+
+
 def test_units_between_and_none_at_all():
     make = LEFT["own torch"]
     x = torch.randn(64, WIDTH)
