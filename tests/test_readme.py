@@ -196,7 +196,7 @@ def test_models_of_the_page_of_fuse_are_the_committed_ones():
     for ways in models:
         eager, fused, recipes, together = (ways[way] for way in ("eager", *SURVEYED))
         assert recipes["step_flops"] == eager["step_flops"]
-        assert together["step_flops"] == fused["step_flops"]
+        assert together["step_flops"] <= fused["step_flops"]
         assert together["saved_bytes"] <= fused["saved_bytes"] + 256
         assert together["peak_bytes"] <= fused["peak_bytes"] + 5 * 1024
 
