@@ -124,8 +124,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (69, 23),
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (87, 33),
-    "an MLP in a block": (114, 35),
-    "an MLP of functions in a block": (144, 66),
+    "an MLP in a block": (115, 35),
+    "an MLP of functions in a block": (146, 66),
     "a swapped attention": (246, 238),
 }
 

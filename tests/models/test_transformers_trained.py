@@ -103,7 +103,7 @@ def test_fully_sharded(group, apart, monkeypatch):
     # a norm sharded by itself has its weight only for as long as its own call
     assert len(seen) == (0 if apart else 2)
     if apart:
-        with pytest.raises(ValueError, match="became a FSDPFusedLlama"):
+        with pytest.raises(ValueError, match="a FSDPFusedLlamaMLP after fuse"):
             unfuse(fused)
 
 
