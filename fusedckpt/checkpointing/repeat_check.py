@@ -89,7 +89,7 @@ class RepeatCheck(ChainedSegment):
         except RuntimeError:
             return _OVERWRITTEN
         repeat = RepeatCheck(self.module, self.options, self.results)
-        generators = rng.RandomStates(rng.of_modules(self.module))
+        generators = rng.states_in(self.module)
         values = [(at, name, at[name]) for at, name in self._written if name in at]
         try:
             for at, name, x in values:

@@ -49,13 +49,13 @@ def mixers_in_run(
     """
     try:
         # generators too: their states are put back
-        shared = {id(x): x for x in (*model.parameters(), *_generators(model))}
+        shared = {id(x): x for x in (*model.parameters(), *rng.objects_in(model))}
         for parameter in _may_be_written(model):
             shared.pop(id(parameter), None)
         copied = copy.deepcopy(model, shared)
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
-    states = rng.RandomStates(rng.of_modules(model))
+    states = rng.states_in(model)
     names = {module: name for name, module in copied.named_modules()}
     observer = _CopyObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:
@@ -77,11 +77,6 @@ def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:
         if writes(type(module)):
             for part in (module, *module.children()):
                 yield from part.parameters(recurse=False)
-
-
-def _generators(model: nn.Module) -> list[torch.Generator]:
-    values = (value for module in model.modules() for value in vars(module).values())
-    return [value for value in values if isinstance(value, torch.Generator)]
 
 
 class RunObserver:

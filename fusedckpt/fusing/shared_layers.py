@@ -206,12 +206,12 @@ class SharedLinear(SharedProduct):
         """Return forward(x), which its readers make again from x: autograd saves x anyway."""
         if not self._is_known(x, forward):
             return forward(x)
-        weight = self._parameters["weight"]
+        weight: Any = self._parameters["weight"]
         # as torch does, to tensors that are known
         dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
         if dtype is not None and x.dtype != torch.float64:
             x = x.to(dtype)
-        if weight is not None and _is_copied(x, weight):
+        if _is_copied(x, weight):
             x = x.contiguous()
         y = forward(x)
         if private.num_function_modes() and sees_alone():

@@ -154,10 +154,15 @@ def of_object(value: Any) -> GeneratorCalls | None:
     return None
 
 
-def of_modules(model: nn.Module) -> list[GeneratorCalls]:
+def objects_in(model: nn.Module) -> list[Any]:
     """Return the generators among attributes of a module and of those in it."""
     values = (value for module in model.modules() for value in vars(module).values())
-    return [calls for value in values if (calls := of_object(value)) is not None]
+    return [value for value in values if is_generator(type(value))]
+
+
+def states_in(model: nn.Module) -> RandomStates:
+    """Return the states of these generators."""
+    return RandomStates(filter(None, map(of_object, objects_in(model))))
 
 
 def _is_same(a: Any, b: Any) -> bool:
