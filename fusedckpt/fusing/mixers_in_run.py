@@ -49,7 +49,7 @@ def mixers_in_run(
     """
     try:
         # generators too: their states are put back
-        shared = {id(x): x for x in (*model.parameters(), *rng.objects_in(model))}
+        shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
         for parameter in _may_be_written(model):
             shared.pop(id(parameter), None)
         copied = copy.deepcopy(model, shared)

@@ -154,7 +154,7 @@ def of_object(value: Any) -> GeneratorCalls | None:
     return None
 
 
-def objects_in(model: nn.Module) -> list[Any]:
+def generators_in(model: nn.Module) -> list[Any]:
     """Return the generators among attributes of a module and of those in it."""
     values = (value for module in model.modules() for value in vars(module).values())
     return [value for value in values if is_generator(type(value))]
@@ -162,7 +162,7 @@ def objects_in(model: nn.Module) -> list[Any]:
 
 def states_in(model: nn.Module) -> RandomStates:
     """Return the states of these generators."""
-    return RandomStates(filter(None, map(of_object, objects_in(model))))
+    return RandomStates(filter(None, map(of_object, generators_in(model))))
 
 
 def _is_same(a: Any, b: Any) -> bool:
