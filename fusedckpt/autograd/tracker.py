@@ -336,9 +336,16 @@ Saved = tuple[View | Leaf, Tensor]
 def _leaf_among(saved: Sequence[Saved], x: Tensor) -> Leaf | None:
     """Return the leaf of a small tensor that a function has saved."""
     for leaf, tensor in saved:
-        if isinstance(leaf, Leaf) and tensor.is_set_to(x) and tensor.dtype is x.dtype:
+        if isinstance(leaf, Leaf) and _is_set_to(tensor, x) and tensor.dtype is x.dtype:
             return leaf if leaf.version == x._version else None
     return None
+
+
+def _is_set_to(a: Tensor, b: Tensor) -> bool:
+    """Return `a.is_set_to(b)`, which meta tensors do not have."""
+    if a.shape != b.shape or a.untyped_storage() is not b.untyped_storage():
+        return False
+    return a.stride() == b.stride() and a.storage_offset() == b.storage_offset()
 
 
 def _choice(tensor: Tensor, made: Made | None, is_cut: bool) -> Choice:

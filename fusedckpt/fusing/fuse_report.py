@@ -174,8 +174,11 @@ class FuseReport:
             yield f"looked at {named}{more}"
             if RECIPES_OBSTACLE not in attributes:
                 yield "recompute_elementwise=True also recomputes activations, sums, other norms"
-        if self.swapped or self.already or self.shared:
-            yield "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
+        measures = "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
+        if RECIPES_OBSTACLE not in attributes:
+            yield f"{measures}, also with recompute_elementwise=True"
+        elif self.kinds or self.shared:
+            yield measures
 
     def _unfused(self) -> Iterator[str]:
         """Yield lines on the modules that did not run fused, and on the bytes that this costs."""

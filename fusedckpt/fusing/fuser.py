@@ -19,9 +19,10 @@ from fusedckpt.fusing.find_blocks import BlockFinder
 from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fused_heads import find_heads
-from fusedckpt.fusing.match_mixers import find_mixers
+from fusedckpt.fusing.match_mixers import arguments_of, find_mixers
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.matcher import Matcher
+from fusedckpt.fusing.recipe_gain import gain_on_batch
 from fusedckpt.fusing.recipe_models import find_recipe_model
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of
@@ -88,8 +89,10 @@ def fuse(
         example_inputs: arguments of the model, as a dict, a tuple, or one tensor. Modules that call
             attention or a scan by whatever helper, and those that save more than four times their
             inputs and their result, show in a run alone. With a batch a copy of the model runs
-            once, without gradients; without, each one's first training call shows it: it runs a
-            second time there, once, with the loss, gradients and random states of a call without.
+            once, without gradients, and twice once it is fused, for the report's line on the bytes
+            that `recompute_elementwise` would bring. Without, each one's first training call shows
+            it: it runs a second time there, once, with the loss, gradients and random states of a
+            call without.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -149,6 +152,9 @@ def fuse(
         find_waiting(model, search, former)
     for module, swap in search.swaps:
         swap.apply(module)
+    if example_inputs is not None and not recompute_elementwise:
+        gain = gain_on_batch(model, *arguments_of(example_inputs))
+        search.report.notes.extend([gain] if gain else [])
     return search.report
 
 

@@ -79,7 +79,7 @@ def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset
     # a layer that shares a recipe may be part of a module that saves much
     fused = (m for m in search.modules.values() if MARK in vars(m) and vars(m)[MARK].parts)
     swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
-    in_run = mixers_in_run(model, *_arguments(batch), swapped)
+    in_run = mixers_in_run(model, *arguments_of(batch), swapped)
     if isinstance(in_run, str):
         search.report.notes.append(f"attention and mixers were found by their code, as {in_run}")
         return in_code
@@ -102,7 +102,7 @@ def _not_reached(
     }
 
 
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a model: a dict of them, a tuple, or one tensor."""
     if isinstance(batch, Mapping):
         return (), dict(batch)

@@ -48,11 +48,7 @@ def mixers_in_run(
     module that no function marks the kinds are empty.
     """
     try:
-        # generators too: their states are put back
-        shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
-        for parameter in _may_be_written(model):
-            shared.pop(id(parameter), None)
-        copied = copy.deepcopy(model, shared)
+        copied = copy.deepcopy(model, shared_in_copies(model))
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
     states = rng.states_in(model)
@@ -69,6 +65,15 @@ def mixers_in_run(
     return innermost(
         {names[m]: frozenset(kinds) for m, kinds in kinds_by_module.items() if m in names}
     )
+
+
+def shared_in_copies(model: nn.Module) -> dict[int, Any]:
+    """Return by their ids, as `deepcopy` takes them, what a copy of a model shares with it."""
+    # generators too: their states are put back
+    shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
+    for parameter in _may_be_written(model):
+        shared.pop(id(parameter), None)
+    return shared
 
 
 def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from fusedckpt.autograd.tracker import choices
 from fusedckpt.checkpointing import offload
 from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
+from fusedckpt.fusing.recipe_gain import saved_with_recipes
 from fusedckpt.memory import (
     SavedStorage,
     SavedTensors,
@@ -41,6 +42,7 @@ from fusedckpt.reporting.timeline import (
 )
 from fusedckpt.reporting.trial import trial
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, stand_ins, without_root
+from fusedckpt.state.rng import RandomStates, everywhere
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,10 @@ class MemoryReport:
     offloaded_bytes: int = 0
     # by reason, the number of inputs that stayed on the device all the same
     not_offloaded: Mapping[str, int] = field(default_factory=dict, hash=False)
+    # bytes that the step would save with `fuse(model, recompute_elementwise=True)` beside the
+    # modules that are fused now; None if the model has recipes, is sharded or compiled, or if that
+    # forward raised
+    saved_bytes_with_recipes: int | None = None
     # the tensors that functions of a model fused with recipes made, by these functions: those that
     # backward makes again, and those where a chain was cut
     recipes: tuple[RecipeGroup, ...] = ()
@@ -229,7 +235,7 @@ def report(
         torch.enable_grad(),
     ):
         step = step.with_stand_ins(replaced)
-        return memory_of(step, ProfiledRun(step.model), str(step.device))
+        return memory_of(step, ProfiledRun(step.model), str(step.device), tries_recipes=True)
 
 
 class Run(Protocol):
@@ -250,6 +256,10 @@ class Run(Protocol):
 
     def take(self, take: Callable[[], None], step: Step, held: list[Tensor]) -> None:
         """Call `take`, which takes the step."""
+        ...
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward that is not part of the step."""
         ...
 
     def reading(self, gradients: Collection[int]) -> TimelineReading:
@@ -278,19 +288,30 @@ class ProfiledRun:
         self._resident = step.resident(held)
         self._profile = profiled(take, held[0].device)
 
+    def apart(self) -> AbstractContextManager[Any]:
+        """Return no context."""
+        return nullcontext()
+
     def reading(self, gradients: Collection[int]) -> TimelineReading:
         """Return the timeline."""
         return read_timeline(self._profile, self._resident, gradients)
 
 
-def memory_of(step: Step, run: Run, device: str) -> MemoryReport:
-    """Take a step, and return where its memory goes; if it made optimizer state, another step."""
+def memory_of(step: Step, run: Run, device: str, *, tries_recipes: bool = False) -> MemoryReport:
+    """Take a step, and return where its memory goes; if it made optimizer state, another step.
+
+    tries_recipes: whether a forward with recipes runs behind it.
+    """
     state_bytes = nbytes_of(step.state())
+    states = RandomStates(everywhere())
     measured = _measured(step, run, device)
     # the optimizer made its state in that step
     if nbytes_of(step.state()) > state_bytes:
+        states = RandomStates(everywhere())
         measured = _measured(step, run, device)
-    return measured
+    if not tries_recipes:
+        return measured
+    return replace(measured, saved_bytes_with_recipes=_with_recipes(step, run, states))
 
 
 def _measured(step: Step, run: Run, device: str) -> MemoryReport:
@@ -327,6 +348,16 @@ def _measured(step: Step, run: Run, device: str) -> MemoryReport:
         is_training=step.model.training,
         is_estimate=run.is_estimate,
     )
+
+
+def _with_recipes(step: Step, run: Run, states: RandomStates) -> int | None:
+    """Return the bytes that a forward saves with recipes, with the random numbers of the step."""
+    step, held = run.fresh(step)
+    try:
+        with run.apart(), states.restored():
+            return saved_with_recipes(step.model, step.args, step.kwargs, held, step.checked_loss)
+    except Exception:  # arbitrary code of others, which ran without
+        return None
 
 
 class _ObservedStep:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fusedckpt.fusing.fused_calls import FusedModule
+from fusedckpt.fusing.recipe_gain import words_of_gain
 from fusedckpt.memory import SavedStorage
 from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.tables import Row, size, table
@@ -31,6 +32,9 @@ def text_of_report(report: MemoryReport) -> str:
     head = "Estimated memory" if report.is_estimate else "Memory"
     lines = [f"{head} of one training step of {report.model} on {report.device}{mode}"]
     lines += [_line(kind, nbytes) for kind, nbytes in report.sizes.items() if nbytes is not None]
+    after = report.saved_bytes_with_recipes
+    if after is not None and (gain := words_of_gain(report.saved_bytes, after)) is not None:
+        lines.append(_line("  with recipes", after, f"fuse with {gain}"))
     if report.held:
         lines.append(_line("held otherwise", sum(report.held.values()), _held_by(report.held)))
     if report.offloaded_bytes or report.not_offloaded:

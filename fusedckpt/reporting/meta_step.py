@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,11 +80,17 @@ def estimate(
     step = Step(model, args, kwargs, loss or default_loss, optimizers, caller="estimate")
     if parallel is not None:
         step = step._replace(bytes_beside=bucket_bytes(parallel))
-    return estimated(step, run)
+    return estimated(step, run, tries_recipes=True)
 
 
-def estimated(step: Step, run: MetaRun, device: torch.device | None = None) -> MemoryReport:
-    """Take a step on meta tensors, and report it.
+def estimated(
+    step: Step,
+    run: MetaRun,
+    device: torch.device | None = None,
+    *,
+    tries_recipes: bool = False,
+) -> MemoryReport:
+    """Take a step on meta tensors, and report it, and perhaps a forward with recipes behind it.
 
     run: has the values of those that exist. device: that of the model, unless it is on meta.
     """
@@ -100,7 +106,8 @@ def estimated(step: Step, run: MetaRun, device: torch.device | None = None) -> M
         args, kwargs = copies.tree((step.args, step.kwargs))
         step = step._replace(args=args, kwargs=kwargs)
         with trial(parts, step.optimizers, (args, kwargs)):
-            return memory_of(step, _RunOnMeta(step.model, run, device), str(device))
+            on_run = _RunOnMeta(step.model, run, device)
+            return memory_of(step, on_run, str(device), tries_recipes=tries_recipes)
 
 
 class _RunOnMeta:
@@ -142,6 +149,10 @@ class _RunOnMeta:
                 f"{str(error).rstrip('.')}. "
                 "fusedckpt.report measures a step of a small batch where the model runs"
             ) from error
+
+    def apart(self) -> AbstractContextManager[Any]:
+        """Return the context of a forward that is not part of the step."""
+        return on_meta(self._run)
 
     def reading(self, gradients: Collection[int]) -> TimelineReading:
         """Return the timeline."""

@@ -118,7 +118,8 @@ def test_a_changed_child_is_named_with_its_cost(alter, reason):
         "not run fused: 1 of 3\n"
         f"  1 x Gated -> gated_mlp (silu): {words}; {fused.fallbacks['0'].remedy} (0): up to "
         f"{more:,} bytes per token more\n"
-        "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
+        "print(fusedckpt.report(model, **batch)) measures what a step saves, and where, "
+        "also with recompute_elementwise=True"
     )
     # a step of one's own, which changes nothing
     found = {one.name: one for one in report(model, randn(3, D)).fused}

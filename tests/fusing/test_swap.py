@@ -55,7 +55,8 @@ def test_report_reads_well():
         "     2 x Linear -> saves the input of a norm or linear before it\n"
         "  left 2 x Sequential: it does not form a block with Softmax(dim=-1), the layer after it; "
         "fusedckpt.checkpoint recomputes it (1 and 1 more)\n"
-        "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
+        "print(fusedckpt.report(model, **batch)) measures what a step saves, and where, "
+        "also with recompute_elementwise=True"
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import fusedckpt
+from fusedckpt.autograd import private
 from fusedckpt.autograd.tracker import LIMIT
 from fusedckpt.fusing import recipe_mode
 from fusedckpt.reporting.recipe_groups import RecipeGroup
@@ -67,4 +70,48 @@ def test_a_cut_chain_is_named():
 def test_a_model_without_recipes_has_no_such_table():
     report = reported(1)
     assert report.recipes == ()
-    assert "recipes" not in str(report)
+    assert "recipes: functions" not in str(report)
+
+
+def test_reports_say_what_recipes_would_save():
+    model, x = Net(1), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
+    expected = fusedckpt.report(*_fused_with_recipes(model, x)).saved_bytes
+    found = fusedckpt.fuse(model, example_inputs=x)
+    (note,) = (note for note in found.notes if "recompute_elementwise" in note)
+    for report in (fusedckpt.report(model, x), fusedckpt.estimate(model, x)):
+        assert report.saved_bytes_with_recipes == expected
+        assert report.to_dict()["saved_bytes_with_recipes"] == expected
+        share = f"{1 - expected / report.saved_bytes:.0%} less is saved"
+        assert share in str(report)
+    # the loss of a report saves the result
+    assert note.endswith(f"{report.saved_bytes - NBYTES:,} -> {expected - NBYTES:,} bytes a step")
+
+
+def _fused_with_recipes(model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, torch.Tensor]:
+    copied = copy.deepcopy(model)
+    fusedckpt.fuse(copied, recompute_elementwise=True)
+    return copied, x
+
+
+def test_an_estimate_sees_recipes_of_small_tensors(monkeypatch):
+    """A batch norm's weights are below the floor, its results above."""
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", NBYTES)
+    model, x = _fused_with_recipes(Net(1), torch.randn(ROWS, C, SIDE, SIDE))
+    saved = fusedckpt.estimate(model, x).saved_bytes
+    assert saved == fusedckpt.report(model, x).saved_bytes < fusedckpt.report(Net(1), x).saved_bytes
+
+
+class Picky(Net):
+    """Raises where a function mode is active."""
+
+    def forward(self, x):
+        assert not private.num_function_modes()
+        return super().forward(x)
+
+
+def test_nothing_is_said_of_recipes_that_fail():
+    model, x = Picky(1), torch.randn(ROWS, C, SIDE, SIDE)
+    assert not any("recompute" in note for note in fusedckpt.fuse(model, example_inputs=x).notes)
+    report = fusedckpt.report(model, x)
+    assert report.saved_bytes_with_recipes is None
+    assert "with recipes" not in str(report)
