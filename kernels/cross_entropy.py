@@ -28,7 +28,7 @@ from .runtime import (
 WIDTH = 4
 BLOCK = 4096
 # adjacent elements of a vector, which share a thread and its running maximum
-GROUP = tl.constexpr(8)
+ADJACENT_LOGITS = tl.constexpr(8)
 
 
 class LogitRule(NamedTuple):
@@ -90,19 +90,19 @@ def place_of(row, n, ODD: tl.constexpr):
     first = row * n
     shift = 0
     if ODD:
-        first = tl.multiple_of(first // GROUP * GROUP, GROUP)
+        first = tl.multiple_of(first // ADJACENT_LOGITS * ADJACENT_LOGITS, ADJACENT_LOGITS)
         shift = (row * n - first).to(tl.int32)
     return first, shift
 
 
 @triton.jit
 def add_block(sums, z, mask, ENTROPY: tl.constexpr):
-    """Add a block of logits to running sums, one of each kind for GROUP adjacent elements."""
+    """Add a block of logits to running sums, for each of ADJACENT_LOGITS adjacent elements."""
     top, total, plain, weighted = sums
     if mask is not None:
-        plain += tl.sum(tl.reshape(tl.where(mask, z, 0.0), (top.shape[0], GROUP)), 1)
+        plain += tl.sum(tl.reshape(tl.where(mask, z, 0.0), (top.shape[0], ADJACENT_LOGITS)), 1)
         z = tl.where(mask, z, float("-inf"))
-    z = tl.reshape(z, (top.shape[0], GROUP))
+    z = tl.reshape(z, (top.shape[0], ADJACENT_LOGITS))
     if mask is None:
         plain += tl.sum(z, 1)
     now = tl.maximum(top, tl.max(z, 1))
@@ -129,7 +129,7 @@ def row_statistics(
 
     Threads keep sums of their own, which one reduction joins at the end.
     """
-    zeros = tl.zeros((BLOCK // GROUP,), tl.float32)
+    zeros = tl.zeros((BLOCK // ADJACENT_LOGITS,), tl.float32)
     # finite, so that a first block of -inf makes no NaN
     sums = zeros - 3.0e38, zeros, zeros, zeros
     end = n + shift
@@ -214,7 +214,7 @@ def cross_entropy_grad_kernel(
     BLOCK: tl.constexpr,
 ):
     """Compute a block of a row of dz, which may be its u, from the statistics of the forward."""
-    blocks = tl.cdiv(n + GROUP - 1 if ODD else n, BLOCK)
+    blocks = tl.cdiv(n + ADJACENT_LOGITS - 1 if ODD else n, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     first, shift = place_of(row, n, ODD)
     start = tl.program_id(0) % blocks * BLOCK
@@ -240,13 +240,13 @@ def launch(rows: LogitRows, rule: LogitRule) -> None:
     """Run the kernel of the statistics on every row, or that of the gradient on every block."""
     m, n = rows.u.shape
     numbers = rule.ignore_index, rule.scale, rule.softcap, rule.sharpness
-    block = max(GROUP.value, min(BLOCK, next_power_of_2(n)))
+    block = max(ADJACENT_LOGITS.value, min(BLOCK, next_power_of_2(n)))
     how = {"ODD": n % 16 != 0, "ENTROPY": rule.entropy, "BLOCK": block}
     how["num_warps"] = 8 if block > 512 else 1
     if rows.dz is None:
         cross_entropy_kernel[(m,)](rows, n, *numbers, **how)
     else:
-        blocks = cdiv(n + GROUP.value - 1 if how["ODD"] else n, block)
+        blocks = cdiv(n + ADJACENT_LOGITS.value - 1 if how["ODD"] else n, block)
         cross_entropy_grad_kernel[(m * blocks,)](rows, n, *numbers, **how)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from .runtime import cdiv, jit_kernel, load, row_blocks, store, tl
 
 # counters of a program, each for eight elements
-BLOCK = 256
+PACK_BLOCK = 256
 WORDS_OF_DRAW = 8
 
 
@@ -57,7 +57,7 @@ def dropout(x: Tensor, p: float, seed: Tensor, first_row: int, kernel: str) -> T
     if kernel != "aten":
         groups = (first + x.numel() + WORDS_OF_DRAW - 1) // WORDS_OF_DRAW - first // WORDS_OF_DRAW
         numbers = first, x.numel(), threshold_of(p), scale
-        dropout_kernel[(cdiv(groups, BLOCK),)](x, y, seed, *numbers, BLOCK=BLOCK)
+        dropout_kernel[(cdiv(groups, PACK_BLOCK),)](x, y, seed, *numbers, BLOCK=PACK_BLOCK)
         return y
     wide = torch.promote_types(x.dtype, torch.float32)
     for rows in row_blocks(x):

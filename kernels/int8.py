@@ -29,7 +29,7 @@ from .runtime import cdiv, jit_kernel, load, row_blocks, store, tl, triton
 
 GROUP = 16
 # groups of a program: 16 elements for each of 128 threads
-BLOCK = 128
+GROUPS = 128
 # so that the scales begin where a launch is remembered, see launch.py
 ALIGNMENT = 16
 # the integer n is the low byte of n + 1.5 * 2**23 in float32: an addition rounds to the nearest
@@ -38,7 +38,7 @@ LEAST_SCALE = tl.constexpr(2.0**-126)
 # a group with no larger value is not curved: its scale would be less than the least
 LEAST_CURVED = tl.constexpr(2.0**-100)
 INFINITY = tl.constexpr(float("inf"))
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def packed_layout(m: int, n: int) -> tuple[int, int]:
@@ -146,8 +146,8 @@ def pack_int8(x: Tensor, kernel: str, packed: Tensor | None = None) -> Tensor:
             _pack_rows(x[rows], codes[rows], scales[rows], largest)
     elif groups:
         strides = x.stride()
-        tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": BLOCK, "num_warps": 4}
-        pack_int8_kernel[(cdiv(groups, BLOCK),)](x, *strides, codes, scales, n, groups, **tile)
+        tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": GROUPS, "num_warps": 4}
+        pack_int8_kernel[(cdiv(groups, GROUPS),)](x, *strides, codes, scales, n, groups, **tile)
     return packed
 
 
@@ -161,8 +161,8 @@ def unpack_int8(packed: Tensor, out: Tensor, kernel: str) -> Tensor:
         for rows in row_blocks(out):
             _unpack_rows(codes[rows], scales[rows], out[rows], largest)
     elif groups:
-        tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": BLOCK, "num_warps": 4}
-        unpack_int8_kernel[(cdiv(groups, BLOCK),)](codes, scales, out, n, groups, **tile)
+        tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": GROUPS, "num_warps": 4}
+        unpack_int8_kernel[(cdiv(groups, GROUPS),)](codes, scales, out, n, groups, **tile)
     return out
 
 

@@ -165,7 +165,7 @@ def fake_device(monkeypatch: Any, small: int = 1 << 10, kept: int = 1, pinned: i
     with monkeypatch.context() as patch:
         patch.setattr(offload, "obstacle", lambda device: "")
         patch.setattr(offload, "copy_stream", lambda at: device)
-        patch.setattr(offload, "SMALL", small)
+        patch.setattr(offload, "LEAST_NBYTES", small)
         patch.setattr(offload, "KEPT", kept)
         yield device
         device.look()

@@ -19,44 +19,6 @@ PATHS = ("fusedckpt/blocks/eager.py", "kernels/")
 NAMED_BY_OTHERS = "fusedckpt/integrations/hub_layers.py"
 
 
-# constants that still have one name in so many files. No other joins them
-SHARED = {
-    "BLOCK": 3,
-    "CONTAINERS": 2,
-    "DTYPES": 3,
-    "FEWEST": 2,
-    "GROUP": 2,
-    "MOST": 2,
-    "NAME": 2,
-    "OPTIONS": 2,
-    "PLAIN": 3,
-    "ROWS": 2,
-    "SMALL": 2,
-    "WRITES": 3,
-    "_ACTIVATIONS": 2,
-    "_CONSTANT": 2,
-    "_DEPTH": 2,
-    "_DTYPES": 2,
-    "_FUNCTIONS": 2,
-    "_KINDS": 2,
-    "_LIBRARIES": 3,
-    "_MARK": 3,
-    "_MIB": 2,
-    "_MOST": 4,
-    "_MOST_ENTRIES": 3,
-    "_MOST_OBJECTS": 2,
-    "_OTHERS": 2,
-    "_PARTS": 2,
-    "_PLAIN": 3,
-    "_PRODUCTS": 3,
-    "_REENTRANT": 2,
-    "_RULES": 2,
-    "_SMALL": 2,
-    "_UNNAMED": 2,
-    "_WITH_STATISTICS": 2,
-}
-
-
 def definitions() -> Iterator[tuple[ast.stmt, str]]:
     """Yield the definitions at the top level of each file, and the file."""
     for path in FILES:
@@ -85,5 +47,5 @@ def test_no_constant_stands_for_two_things():
         for target in targets:
             if isinstance(target, ast.Name) and re.fullmatch(r"_?[A-Z][A-Z0-9_]+", target.id):
                 places[target.id].add(file)
-    twice = {name: files for name, files in places.items() if len(files) > SHARED.get(name, 1)}
+    twice = {name: files for name, files in places.items() if len(files) > 1}
     assert twice == {}

@@ -25,7 +25,7 @@ from fusedckpt.autograd.recipes import Leaf, Made, View, check_of, unpack
 
 # the makers of results, beside functions that a tracker follows
 NORM = "norm"
-ROWS = "rows"
+GATHERED_ROWS = "rows"
 MODULE = "module"
 LINEAR = "linear"
 ACTIVATION = "activation"

@@ -13,7 +13,8 @@ from fusedckpt.autograd.private import is_any_autocast_on
 
 # in place of a tensor
 _HOLE = object()
-PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# classes of tensors without operations of their own
+PLAIN_TENSORS = frozenset((Tensor, torch.nn.Parameter))
 
 
 class Replay:
@@ -61,7 +62,7 @@ def _emptied(values: Iterable[Any], tensors: list[Tensor]) -> list[Any]:
     holed: list[Any] = []
     for value in values:
         kind = value.__class__
-        if kind in PLAIN or isinstance(value, Tensor):
+        if kind in PLAIN_TENSORS or isinstance(value, Tensor):
             tensors.append(value)
             holed.append(_HOLE)
         elif kind is list or kind is tuple:

@@ -28,7 +28,7 @@ from fusedckpt.kernels.norm import NormRule
 
 # the makers of results that blocks, and norms, save recipes of: a module that backward runs again
 # makes its result, too, for a norm alone, as one more GEMM may run for it
-_MAKERS = {False: (index.NORM, index.ROWS), True: (index.MODULE,)}
+_MAKERS = {False: (index.NORM, index.GATHERED_ROWS), True: (index.MODULE,)}
 
 
 def note_norm(norm: nn.Module, n: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

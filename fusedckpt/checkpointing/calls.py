@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.autograd.private import pytree
+from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.surroundings import Surroundings
 from fusedckpt.checkpointing.written_buffers import written_buffers
@@ -354,16 +355,12 @@ class Trace:
         self.samples: Any = None
 
 
-# classes of tensors without ops of their own
-_PLAIN = frozenset((Tensor, nn.Parameter))
-
-
 def storage_of(tensor: Tensor) -> int:
     """Return a key of a tensor's storage, unique while it lives; 0 for a tensor that is not plain.
 
     A plain tensor is dense, of no subclass, not nested, and no lazy conjugate or negative.
     """
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
         return 0
     if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
         return 0

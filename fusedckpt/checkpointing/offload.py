@@ -42,7 +42,7 @@ from fusedckpt.checkpointing.calls import (
 from fusedckpt.checkpointing.host_memory import HostMemory
 
 # a tensor of fewer bytes stays on the device
-SMALL = 1 << 20
+LEAST_NBYTES = 1 << 20
 # the inputs of so many of the latest segments stay on the device
 KEPT = 1
 # the inputs of so many segments are on the device in backward: one is read, one arrives
@@ -224,7 +224,7 @@ def _hooks_around() -> str:
 
 def is_movable(tensor: Tensor) -> bool:
     """Whether a tensor is large, all of its storage, and no leaf."""
-    return owns_storage(tensor) and tensor.nbytes >= SMALL
+    return owns_storage(tensor) and tensor.nbytes >= LEAST_NBYTES
 
 
 class OffloadedInputs:

@@ -40,7 +40,7 @@ from fusedckpt.memory import nbytes_of
 from fusedckpt.state.rng import RandomStates
 
 # a region that would save more than this many times its output is recomputed
-MOST = 4
+MOST_TIMES_OUTPUT = 4
 # the input of a region without inputs that need a gradient
 _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
@@ -184,7 +184,7 @@ class _FirstRun(_RegionPhase):
             is_written |= tensor._version != version
             if packed.source is None:
                 unsaved.append(tensor)
-        if is_written or nbytes_of([*unsaved, *outputs]) > MOST * nbytes_of(outputs):
+        if is_written or nbytes_of([*unsaved, *outputs]) > MOST_TIMES_OUTPUT * nbytes_of(outputs):
             return Record(name)
         is_late = all(phase.late is not None for phase in checkpoints)
         outermost = checkpoints[-1]

@@ -45,7 +45,7 @@ def is_rounded(tensor: Tensor) -> bool:
     """
     return (
         tensor.grad_fn is not None
-        and tensor.dtype in int8.DTYPES
+        and tensor.dtype in int8.PACKED_DTYPES
         and tensor.numel() >= LEAST
         and owns_storage(tensor)
         and is_dense(tensor.shape, tensor.stride())

@@ -24,7 +24,7 @@ _CONVOLUTION = "causal_conv1d_fn"
 _DECODING = ("update", "recurrent")
 # packages of scans: their autograd Functions, but for those of norms and activations
 _PACKAGES = ("fla.ops.", "mamba_ssm.ops.")
-_OTHERS = ("norm", "activation")
+_NO_SCANS = ("norm", "activation")
 
 
 def kind_of(fn: Any) -> str | None:
@@ -47,7 +47,7 @@ def kind_of(fn: Any) -> str | None:
 
 def _is_of_package(fn: Any) -> bool:
     where = fn.__module__ or ""
-    return where.startswith(_PACKAGES) and not any(word in where for word in _OTHERS)
+    return where.startswith(_PACKAGES) and not any(word in where for word in _NO_SCANS)
 
 
 def _kernel_of(fn: FunctionType) -> str | None:

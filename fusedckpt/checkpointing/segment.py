@@ -46,18 +46,18 @@ from fusedckpt.checkpointing.samples import Pair, Samples, compare_recompute, ma
 from fusedckpt.state.rng import RandomStates
 
 # of a node: the segment of the function that returned its result
-_MARK = "fusedckpt segment"
+_METADATA_KEY = "fusedckpt segment"
 
 
 def segment_of(node: Any) -> Any:
     """Return the segment of the function that returned a node's result, or None."""
-    reference = node.metadata.get(_MARK)
+    reference = node.metadata.get(_METADATA_KEY)
     return None if reference is None else reference()
 
 
 def was_segment(node: Any) -> bool:
     """Whether a function of a segment returned a node's result, whatever holds the segment."""
-    return _MARK in node.metadata
+    return _METADATA_KEY in node.metadata
 
 
 class Segment(Trace, CheckpointPhase):
@@ -191,7 +191,7 @@ class Segment(Trace, CheckpointPhase):
         for leaf in calls.result_tensors(output):
             node: Any = leaf.grad_fn
             if node is not None and id(leaf) not in known:
-                node.metadata[_MARK] = weakref.ref(self)
+                node.metadata[_METADATA_KEY] = weakref.ref(self)
 
     def pack_output(self, place: int, output: Tensor) -> Packed:
         """Return the stand-in for an output at a place, for which a recompute runs to its end."""

@@ -17,8 +17,8 @@ from fusedckpt.checkpointing.calls import Argument, Call, objects_in
 from fusedckpt.state.holders import ATOMS
 
 # how deep objects are looked into: a cache has layers, and these have keys and values
-_DEPTH = 4
-_PLAIN = (list, dict, tuple, set, deque)
+_DEPTH_OF_TENSORS = 4
+_CONTAINER_TYPES = (list, dict, tuple, set, deque)
 
 
 def advice_for(calls: Iterable[Call]) -> str:
@@ -45,7 +45,7 @@ def _stateful(call: Call) -> Iterable[str]:
         for part in objects_in(value):
             # a container's own tensors: of those that it has now, some are not the forward's
             is_new = isinstance(part, Tensor) and id(part) not in known
-            if is_new or (not isinstance(part, Tensor) and _holds_tensors(part, _DEPTH)):
+            if is_new or (not isinstance(part, Tensor) and _holds_tensors(part, _DEPTH_OF_TENSORS)):
                 yield f"{name} ({type(value if is_new else part).__name__})"
                 break
 
@@ -57,7 +57,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return False
     if isinstance(value, dict):
         parts: Iterable[Any] = value.values()
-    elif isinstance(value, _PLAIN):
+    elif isinstance(value, _CONTAINER_TYPES):
         parts = value
     else:
         parts = getattr(value, "__dict__", {}).values()

@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from fusedckpt.autograd import private
 from fusedckpt.checkpointing.determinism import same_bits
 
-# bytes of a buffer that the first call of a module copies
-_SMALL = 1 << 16
+# bytes of a tensor that is copied before a call that may write it
+COPIED_NBYTES = 1 << 16
 # where a module has them; attributes come last
 _TABLES = "_buffers", "_parameters", ""
 # how deep functions are looked into for the modules that they call, and how long lists may be
-_DEPTH = 4
+_DEPTH_OF_MODULES = 4
 _MOST = 64
 
 
@@ -191,7 +191,7 @@ def written_buffers(fn: Any, values: Iterable[Any]) -> WrittenBuffers | None:
 def _modules_of(fn: Any, values: Iterable[Any]) -> list[nn.Module]:
     """Return the modules that a function is, is bound to, closes over, or gets as arguments."""
     modules = dict[nn.Module, None]()
-    todo = [(fn, _DEPTH), *((value, 1) for value in values)]
+    todo = [(fn, _DEPTH_OF_MODULES), *((value, 1) for value in values)]
     while todo:
         value, depth = todo.pop()
         if isinstance(value, nn.Module):
@@ -227,7 +227,7 @@ def _buffers_of(root: nn.Module) -> Iterator[_BufferBefore]:
                 for name, buffer in _table(module, table).items():
                     if not _is_buffer(buffer) or _is_statistic(module, name):
                         continue
-                    if buffer.nbytes <= _SMALL:
+                    if buffer.nbytes <= COPIED_NBYTES:
                         yield _noted(module, table, name, buffer, buffer.detach().clone())
                     elif table:
                         yield _noted(module, table, name, buffer, None)
@@ -251,7 +251,7 @@ def _noted_at(places: Sequence[BufferPlace]) -> Iterator[_BufferBefore]:
             buffer = None if module is None else _table(module, place.table).get(place.name)
             if module is None or not _is_buffer(buffer):
                 continue
-            if place.table or buffer.nbytes <= _SMALL:
+            if place.table or buffer.nbytes <= COPIED_NBYTES:
                 yield _noted(module, place.table, place.name, buffer, buffer.detach().clone())
 
 

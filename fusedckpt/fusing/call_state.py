@@ -30,6 +30,8 @@ from fusedckpt.fusing.written_tensors import Buffer, WrittenTensors
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (
     ATOMS,
+    MOST_ENTRIES,
+    MOST_OBJECTS,
     PLAIN,
     contents_of,
     has,
@@ -39,9 +41,6 @@ from fusedckpt.state.holders import (
     put_back,
 )
 
-# a container of more entries is data, and more objects are no state of one module
-_MOST_ENTRIES = 1 << 10
-_MOST_OBJECTS = 1 << 8
 # of attributes that `fuse` adds, which no forward writes
 _OURS = "_fusedckpt_"
 # dicts of a module, of which a forward may replace some entries
@@ -147,7 +146,7 @@ class CallState:
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
         """Note the objects in a queue, and the objects in these, the nearest first."""
-        most = len(self._contents) + _MOST_OBJECTS
+        most = len(self._contents) + MOST_OBJECTS
         queue = _with_state(queue)
         for value in queue:
             if id(value) in seen or len(self._contents) >= most:
@@ -164,7 +163,7 @@ class CallState:
         if kind in PLAIN:
             return self._note_contents(value)
         if isinstance(value, tuple):
-            return value[:_MOST_ENTRIES]
+            return value[:MOST_ENTRIES]
         if (calls := rng.of_object(value)) is not None:
             self.generators.append((calls, calls.read()))
         elif _is_plain_class(kind):
@@ -173,7 +172,7 @@ class CallState:
         return ()
 
     def _note_contents(self, holder: Any) -> Sequence[Any]:
-        if len(holder) > _MOST_ENTRIES:
+        if len(holder) > MOST_ENTRIES:
             return ()
         contents = contents_of(holder)
         self._contents.append((holder, contents))

@@ -42,7 +42,7 @@ from fusedckpt.fusing.mixers_in_run import (
     mixers_in_run,
     repeat_alike,
 )
-from fusedckpt.fusing.recomputed_call import WRITES
+from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER
 from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_code import SharedCode
@@ -54,7 +54,7 @@ from fusedckpt.layers.fallbacks import NotFused
 # reasons that a second run gives although it is taken
 _INFORMING = "again", "unseen"
 # attributes that a call leaves in a module
-_NOTES = LITTLE_GAIN, WRITES, fallbacks.NOTE
+_NOTES = LITTLE_GAIN, WRITTEN_PARAMETER, fallbacks.NOTE
 
 
 @dataclass(eq=False)

@@ -42,7 +42,7 @@ _LOSS = "transformers.loss.loss_utils", "ForCausalLMLoss"
 # in place of logits in the first call: most show a scale, the last ones a cap
 _PROBES = (0.0, 1e-3, -1e-3, 0.1, -3.0, 20.0, -1e5, 1e7)
 # of the probes: one where a softcap bends little, and the largest
-_SMALL = 3
+_LOW = 3
 _LARGEST = -1
 # of the values that reach the loss, which may be rounded to float32
 _TOLERANCE = 1e-5
@@ -132,8 +132,8 @@ def _ops_of(result: Tensor) -> Iterator[str]:
 
 def _read_mapping(logits: Tensor, result: Tensor, ops: tuple[str, ...]) -> LogitMapping:
     """Return the mapping from probes in place of logits to the values that reached the loss."""
-    small, largest = (logits[..., i].flatten()[0].item() for i in (_SMALL, _LARGEST))
-    small_result, largest_result = (result[..., i].flatten()[0].item() for i in (_SMALL, _LARGEST))
+    small, largest = (logits[..., i].flatten()[0].item() for i in (_LOW, _LARGEST))
+    small_result, largest_result = (result[..., i].flatten()[0].item() for i in (_LOW, _LARGEST))
     scale = small_result / small
     softcap = None
     if math.isfinite(largest_result) and abs(largest_result) < abs(scale * largest) / 2:

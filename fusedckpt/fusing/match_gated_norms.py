@@ -23,7 +23,7 @@ from fusedckpt.fusing.fused_gated_norms import (
     matched_gated_norm,
 )
 from fusedckpt.fusing.match_norms import (
-    DTYPES,
+    CHECKED_DTYPES,
     ELEMENTS,
     are_close,
     epsilon_of,
@@ -39,8 +39,8 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
 
 # these first: all known models have one of them; an identity gates nothing
-_ACTIVATIONS = dict.fromkeys(("silu", "sigmoid", *ACTIVATIONS))
-del _ACTIVATIONS["identity"]
+_GATES = dict.fromkeys(("silu", "sigmoid", *ACTIVATIONS))
+del _GATES["identity"]
 # dtypes of x, the gate and the weight
 _ALL_FLOAT64: Dtypes = torch.float64, torch.float64, torch.float64
 _ALL_FLOAT32: Dtypes = torch.float32, torch.float32, torch.float32
@@ -117,7 +117,7 @@ def _proven_rule(
     if match is None:
         return None
     best = match
-    triples = product(DTYPES, DTYPES, DTYPES)
+    triples = product(CHECKED_DTYPES, CHECKED_DTYPES, CHECKED_DTYPES)
     # without a weight its dtype is x's
     dtypes = [triple for triple in triples if names or triple[2] == triple[0]]
     results = {triple: draws.module_result(triple) for triple in dtypes}
@@ -144,7 +144,7 @@ def _candidates(
     # an attribute may be the number of groups, or the size of a group
     groups = sorted({1, *sizes, *(width // size for size in sizes)})
     offsets = (0.0,) if weight is None else (0.0, 1.0)
-    for activation, offset in product(_ACTIVATIONS, offsets):
+    for activation, offset in product(_GATES, offsets):
         for count, gates_first in product(groups, (False, True)):
             yield GatedNormMatch(
                 weight, eps, activation, count, gates_first, offset=offset, cast="torch"

@@ -13,7 +13,7 @@ from fusedckpt.fusing import reasons
 from fusedckpt.fusing.matcher import swap_obstacle
 from fusedckpt.fusing.mixers_in_code import mixers_in_code
 from fusedckpt.fusing.mixers_in_run import mixers_in_run
-from fusedckpt.fusing.recomputed_call import WRITES
+from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER
 from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, MIXES, SAVE, Recomputed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
@@ -60,7 +60,7 @@ def recomputing_swap(
     is_gathered: whether it runs, so that FSDP2 has gathered its parameters.
     """
     kind = type(module)
-    attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds, WRITES: None}
+    attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds, WRITTEN_PARAMETER: None}
     reason = reasons.of_storage(module)
     if is_gathered and reason == NotFused("fsdp"):
         reason = None

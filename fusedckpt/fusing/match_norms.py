@@ -33,7 +33,7 @@ from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
-DTYPES = (*HALF, torch.float32, torch.float64)
+CHECKED_DTYPES = (*HALF, torch.float32, torch.float64)
 # offsets and casts of RMSNorms. Llama's and Gemma's first: torch's differs from the third only
 # under autocast on a GPU
 _RULES = ((0.0, "llama"), (1.0, "gemma"), (0.0, "gemma"), (1.0, "llama"))
@@ -243,8 +243,8 @@ class _NormDraws:
         self.x[:, -1] *= 30.0
         self.x[1] *= 100.0
         self.values = draw.values
-        pairs = [(x, w) for x in DTYPES for w in DTYPES]
-        self.pairs: list[DtypePair] = pairs if names else [(d, d) for d in DTYPES]
+        pairs = [(x, w) for x in CHECKED_DTYPES for w in CHECKED_DTYPES]
+        self.pairs: list[DtypePair] = pairs if names else [(d, d) for d in CHECKED_DTYPES]
 
     def module_result(self, pair: DtypePair) -> Tensor | None:
         """Return the module's result, None where it raises."""

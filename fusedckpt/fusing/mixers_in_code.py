@@ -35,7 +35,7 @@ _SOFTMAXES = "softmax", "entmax", "sparsemax"
 _NO_SOFTMAXES = "log_softmax", "gumbel_softmax"
 _MATRIX_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
 # their functions beside a class's own file are not looked into
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
+_READ_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
 # how many functions are looked into for one class
 _MOST_FUNCTIONS = 200
 
@@ -192,7 +192,7 @@ def _belongs_to(fn: FunctionType, kind: type) -> bool:
     if fn.__module__ == kind.__module__:
         return True
     package = kind.__module__.partition(".")[0]
-    return package not in _LIBRARIES and (fn.__module__ or "").partition(".")[0] == package
+    return package not in _READ_PACKAGES and (fn.__module__ or "").partition(".")[0] == package
 
 
 def _values_named(fn: FunctionType, names: set[str]) -> Iterator[Any]:

@@ -6,8 +6,8 @@ Without, the first training step is observed, see `first_step`. Found are
 
 - the innermost modules with weights that run where a function of attention or of a mixer is called,
   whatever code calls it;
-- those whose own operations save more than MOST times their inputs and their result, if a second
-  run of them gives the same.
+- those whose own operations save more than MOST_TIMES_OUTPUT times their inputs and their result,
+  if a second run of them gives the same.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from fusedckpt.autograd.dispatch import is_plain
 from fusedckpt.autograd.private import pytree, remove_global_hook, storage_key
 from fusedckpt.checkpointing.attention import NAME, watching_functions
-from fusedckpt.checkpointing.regions import MOST
+from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
+from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
-from fusedckpt.fusing.written_tensors import SMALL, writes
+from fusedckpt.fusing.written_tensors import writes
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state import rng
 
@@ -150,7 +151,7 @@ class RunObserver:
         raise RuntimeError("the model runs a backward in its forward")
 
     def saves_much(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether a call saved more than MOST times its inputs and its result."""
+        """Whether a call saved more than MOST_TIMES_OUTPUT times its inputs and its result."""
         results = _tensors_in(output)
         saved = sum(nbytes for _, nbytes in running.saved.values())
         # a router's result is small, and so are its saved tensors
@@ -158,7 +159,7 @@ class RunObserver:
             nbytes_of(filter(_is_dense, tensors))
             for tensors in (results, _tensors_in((args, kwargs)))
         )
-        return bool(results) and saved > MOST * largest
+        return bool(results) and saved > MOST_TIMES_OUTPUT * largest
 
     @contextmanager
     def unobserved(self) -> Iterator[None]:
@@ -281,7 +282,7 @@ class Before:
 def _copied(module: nn.Module, buffer: Tensor | None) -> Tensor | None:
     """Return a copy of a buffer of statistics, or of a small one; another one as it is."""
     is_statistic = type(module).__module__.startswith("torch.")
-    if buffer is None or not (is_statistic or buffer.nbytes <= SMALL):
+    if buffer is None or not (is_statistic or buffer.nbytes <= COPIED_NBYTES):
         return buffer
     return buffer.detach().clone()
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.levels import LEVELS_OF
+from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.programs import BlockOptions
 from fusedckpt.blocks.quantized import quantized
@@ -34,8 +35,6 @@ Rate = tuple[Path, str]
 LinearOperands = tuple[Any, Tensor | None]
 
 _LINEARS_OF = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "gated_mlp": GATED}
-# the classes of tensors about which nothing else is asked
-_PLAIN = (nn.Parameter, Tensor)
 
 
 class LinearPaths(NamedTuple):
@@ -147,11 +146,11 @@ class MLPReader(Reader):
         for place, name, bias_place, bias_name in self.linears:
             weight = parts[place]._parameters.get(name)
             bias = None
-            is_usual = is_usual and type(weight) in _PLAIN and weight.dtype in match.dtypes
+            is_usual = is_usual and type(weight) in PLAIN_TENSORS and weight.dtype in match.dtypes
             is_mixed = is_mixed or not is_usual or weight.dtype != x.dtype
             if bias_name is not None:
                 bias = parts[bias_place]._parameters.get(bias_name)
-                is_usual = is_usual and type(bias) in _PLAIN
+                is_usual = is_usual and type(bias) in PLAIN_TENSORS
                 is_mixed = is_mixed or not is_usual or bias.dtype != x.dtype
             pairs.append((weight, bias))
         if is_usual and is_mixed:

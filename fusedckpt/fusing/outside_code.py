@@ -50,13 +50,13 @@ from fusedckpt.layers.fallbacks import NotFused
 # attribute of a class that was made for a method of another: that class, and the method's name
 METHOD = "_fusedckpt_method"
 # of one container, and in all: more is data, not options
-_MOST_ENTRIES = 64
+_MOST_PARTS = 64
 _MOST_ROWS = 256
 _MOST_DEPTH = 6
 # attributes that every module has
 _OF_MODULES = private.MODULE_ATTRIBUTES - {"training"}
 # classes of Python's library, and of others, whose objects do not change what a forward computes
-_CONSTANT = frozenset(
+_CONSTANT_CLASSES = frozenset(
     ("_lru_cache_wrapper", "Logger", "RootLogger", "LoggerAdapter", "Pattern", "lock", "RLock")
     + ("TypeVar", "ParamSpec", "property", "Path", "PosixPath", "WindowsPath", "_Environ")
     + ("_GenericAlias", "GenericAlias", "_UnionGenericAlias", "UnionType", "_SpecialForm")
@@ -76,7 +76,7 @@ if dist.is_available():
 _BY_ANY_NAME = frozenset(("getattr", "vars", "__dict__", "asdict", "attrgetter"))
 _BY_STRING = _BY_ANY_NAME | {"hasattr", "get"}
 # builtins by which code reads variables that it does not name
-_UNNAMED = frozenset(("__import__", "eval", "exec", "globals", "input", "open"))
+_UNREADABLE = frozenset(("__import__", "eval", "exec", "globals", "input", "open"))
 # functions and methods that read files, or objects by names that code makes
 _READING = frozenset(
     ("read_text", "read_bytes", "exists", "is_file", "is_dir", "getsize", "import_module")
@@ -270,7 +270,7 @@ class _Finder:
         """Compare a variable that code names, and the attributes that it reads of its value."""
         if read.root == "global":
             if read.name not in namespace:
-                if read.name in _UNNAMED and not read.is_written:
+                if read.name in _UNREADABLE and not read.is_written:
                     raise _Left(NotFused("state", f"variables by {read.name}()"))
                 return
             holder, get = _holder_of(namespace)
@@ -358,7 +358,7 @@ class _Finder:
             self._find_object(value, place, depth)
 
     def _find_entries(self, value: Any, place: Place, depth: int) -> None:
-        if len(value) > _MOST_ENTRIES:
+        if len(value) > _MOST_PARTS:
             raise _Left(NotFused("state", f"{place.words}, a {type(value).__name__}"))
         if isinstance(value, (set, frozenset)):
             if not all(is_simple(x) or is_function(x) for x in value):
@@ -401,7 +401,7 @@ class _Finder:
         kind = value if isinstance(value, type) else type(value)
         names = self._names | self._strings
         if self._reads_any and not isinstance(value, (ModuleType, type)):
-            names = names.union(islice(attributes, _MOST_ENTRIES))
+            names = names.union(islice(attributes, _MOST_PARTS))
         for name in sorted(names):
             if name.startswith("__"):
                 continue
@@ -428,7 +428,7 @@ def _python_module(value: Any) -> str:
 
 def _is_constant(kind: type) -> bool:
     """Whether objects of a class of a library do not change the result of a forward."""
-    return kind.__name__ in _CONSTANT or kind.__module__.partition(".")[0] in _OF_CONSTANTS
+    return kind.__name__ in _CONSTANT_CLASSES or kind.__module__.partition(".")[0] in _OF_CONSTANTS
 
 
 def _holder_of(namespace: dict[str, Any]) -> tuple[Any, Read]:
@@ -463,10 +463,10 @@ def _functions_in(value: Any, place: Place, seen: set[int]) -> Iterator[tuple[Fu
             yield from _functions_in(getattr(value, name), place.then(getattr, name), seen)
     elif isinstance(value, (cached_property, partial)):
         yield from _functions_in(value.func, place.then(getattr, "func"), seen)
-    elif isinstance(value, (list, tuple)) and len(value) <= _MOST_ENTRIES:
+    elif isinstance(value, (list, tuple)) and len(value) <= _MOST_PARTS:
         for number, entry in enumerate(value):
             yield from _functions_in(entry, place.then(item_of, number), seen)
-    elif isinstance(value, dict) and len(value) <= _MOST_ENTRIES:
+    elif isinstance(value, dict) and len(value) <= _MOST_PARTS:
         for name, entry in [*value.items()]:
             yield from _functions_in(entry, place.then(entry_of, name), seen)
     elif isinstance(value, FunctionType) and not is_library(value.__module__):

@@ -18,10 +18,6 @@ from fusedckpt.fusing.code_names import CodeRead, reads_in
 from fusedckpt.fusing.simple_values import MISSING
 from fusedckpt.state import holders, rng
 
-# of one variable: more objects are data, and a container of more entries is
-_MOST_OBJECTS = 256
-_MOST_ENTRIES = 1024
-
 
 class _Noted(NamedTuple):
     """A holder, its contents before, and the name of the variable that leads to it."""
@@ -87,7 +83,7 @@ class OutsideState:
             self._assigned.append((cell, name, _value_in(cell, name)))
 
     def _note_value(self, value: Any, name: str, is_library: Any) -> None:
-        for part in islice(_parts(value, is_library), _MOST_OBJECTS):
+        for part in islice(_parts(value, is_library), holders.MOST_OBJECTS):
             if id(part) in self._seen:
                 continue
             self._seen[id(part)] = part
@@ -95,7 +91,7 @@ class OutsideState:
                 self._generators.append(rng.RandomStates([generator]))
                 continue
             for holder in self._holders_of(part):
-                if len(holder) <= _MOST_ENTRIES:
+                if len(holder) <= holders.MOST_ENTRIES:
                     self._contents.append(_Noted(holder, holders.contents_of(holder), name))
 
     def _holders_of(self, part: Any) -> Sequence[Any]:
@@ -174,5 +170,5 @@ def _parts(value: Any, is_library: Any) -> Iterator[Any]:
             continue
         seen.add(id(part))
         yield part
-        if is_state and len(todo) < _MOST_OBJECTS:
-            todo += holders.parts_of(part)[:_MOST_ENTRIES]
+        if is_state and len(todo) < holders.MOST_OBJECTS:
+            todo += holders.parts_of(part)[: holders.MOST_ENTRIES]

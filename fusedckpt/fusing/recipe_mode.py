@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from fusedckpt.autograd import index, private
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.recipes import Leaf, View, tensors_in, unfilled, unpack
-from fusedckpt.autograd.replay import PLAIN, Replay, replay_of
+from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import Saved, Tracker
 from fusedckpt.fusing import dropouts
 from fusedckpt.fusing.chain_kernels import chain_statistics
@@ -66,7 +66,7 @@ class RecipeMode(TorchFunctionMode):
             # without a call of Python's where the first tensor is small; a compiler, which traces
             # this around a module compiled alone, has no `nbytes` of dynamic shapes
             for x in args:
-                if x.__class__ in PLAIN:
+                if x.__class__ in PLAIN_TENSORS:
                     if x.numel() * x.itemsize >= floor:
                         break
                 elif x.__class__ in _SEQUENCES and _is_large(x, floor):
@@ -108,7 +108,11 @@ class RecipeMode(TorchFunctionMode):
         if not torch.is_grad_enabled() or private.top_hooks() != self._hooks or "out" in kwargs:
             return False
         for t in inputs:
-            if t.__class__ not in PLAIN or t.layout is not torch.strided or t.is_inference():
+            if (
+                t.__class__ not in PLAIN_TENSORS
+                or t.layout is not torch.strided
+                or t.is_inference()
+            ):
                 return False
         return True
 
@@ -281,7 +285,7 @@ class RecipeMode(TorchFunctionMode):
 
 
 def _is_large(parts: Sequence[Any], floor: int) -> bool:
-    return any(x.__class__ in PLAIN and x.numel() * x.itemsize >= floor for x in parts)
+    return any(x.__class__ in PLAIN_TENSORS and x.numel() * x.itemsize >= floor for x in parts)
 
 
 def _statistics(

@@ -27,7 +27,7 @@ from fusedckpt.fusing.written_tensors import is_constant
 
 # attribute of a module: the name of a parameter that its forward writes, "" for none, None before
 # its first call
-WRITES = "_fusedckpt_writes"
+WRITTEN_PARAMETER = "_fusedckpt_writes"
 
 
 class RepeatableForward:
@@ -63,11 +63,11 @@ class RepeatableForward:
                 # a copy, as each context is entered once at a time
                 return self._context.copy().run(self._run, args)
         self._is_first = False
-        if self.__self__.__dict__.get(WRITES, "") is None:
+        if self.__self__.__dict__.get(WRITTEN_PARAMETER, "") is None:
             return self._run_first(args)
         result = self._run(args)
         if self._state.end():
-            self.__self__.__dict__[WRITES] = self._state.written_parameter()
+            self.__self__.__dict__[WRITTEN_PARAMETER] = self._state.written_parameter()
         return result
 
     def _run_first(self, args: Sequence[Any]) -> Any:
@@ -79,7 +79,7 @@ class RepeatableForward:
         result = self._run(args)
         if not self._state.end() and segment is not None:
             segment.provisional = None
-        self.__self__.__dict__[WRITES] = self._state.written_parameter()
+        self.__self__.__dict__[WRITTEN_PARAMETER] = self._state.written_parameter()
         return result
 
     def _run(self, args: Sequence[Any]) -> Any:

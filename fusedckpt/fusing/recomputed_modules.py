@@ -20,13 +20,13 @@ from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, tensors_among
-from fusedckpt.checkpointing.regions import MOST
+from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_noted, modules_in
 from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
-from fusedckpt.fusing.recomputed_call import WRITES, needs_gradient, recomputed_call
+from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER, needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
@@ -167,7 +167,7 @@ class Recomputed(Swapped):
         if NAME in called or self._fusedckpt_mixes != {NAME}:
             return None
         samples = segment.samples
-        is_large = samples is None or samples.nbytes > MOST * results[0].nbytes
+        is_large = samples is None or samples.nbytes > MOST_TIMES_OUTPUT * results[0].nbytes
         return NotFused("again", NAME) if is_large else NotFused("unseen")
 
 
@@ -179,7 +179,7 @@ def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | No
     match = getattr(module, "_fusedckpt_match", None)
     if match is not None and isinstance(module, Recomputed):
         return module._mlp_obstacle(match, values)
-    if written := module.__dict__.get(WRITES):
+    if written := module.__dict__.get(WRITTEN_PARAMETER):
         return NotFused("writes itself", written)
     for value in values:
         for part in objects_in(value) if type(value) not in ATOMS else ():

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from fusedckpt.autograd import dispatch, private, tracker
-from fusedckpt.autograd.replay import PLAIN
+from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, outside_mode, tracking
 from fusedckpt.fusing.cheap_functions import KINDS
 from fusedckpt.fusing.recipe_mode import RecipeMode
@@ -63,7 +63,7 @@ class ProductMode(RecipeMode):
         A product of a linear's very result, as of queries and keys, is none of an MLP.
         """
         for x in args:
-            if x.__class__ in PLAIN:
+            if x.__class__ in PLAIN_TENSORS:
                 made = self.tracker.recipe_of(x)
                 if made is not None and not (is_gemm and made.name == "linear"):
                     return True

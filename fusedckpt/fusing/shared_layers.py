@@ -29,7 +29,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
-from fusedckpt.autograd.replay import PLAIN
+from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.autograd.tracker import (
     NO_LIMIT,
     Tracker,
@@ -197,7 +197,7 @@ class SharedLinear(SharedProduct):
     def _is_known(self, x: Any, forward: Callable[..., Any]) -> bool:
         """Whether the readers of a result of this input may know how it was made."""
         weight = self._parameters.get("weight")
-        is_plain = x.__class__ in PLAIN and weight.__class__ in PLAIN
+        is_plain = x.__class__ in PLAIN_TENSORS and weight.__class__ in PLAIN_TENSORS
         if not (is_plain and self._fusedckpt_readers and torch.is_grad_enabled()):
             return False
         return self._is_torchs(forward)

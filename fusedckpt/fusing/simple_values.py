@@ -15,7 +15,7 @@ MISSING = "no value"
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 _OPTIONS = (range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SIMPLE = _NUMBERS + _OPTIONS
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, type, partial)
+_EXECUTABLE = (types.FunctionType, types.BuiltinFunctionType, type, partial)
 
 
 def is_simple(value: Any) -> bool:
@@ -28,5 +28,5 @@ def is_simple(value: Any) -> bool:
 def is_function(value: Any) -> bool:
     """Whether a value is code, compared by identity."""
     # torch's builtins and the jit's functions are of classes of their own
-    is_code = isinstance(value, _FUNCTIONS) or type(value).__name__.endswith("ScriptFunction")
+    is_code = isinstance(value, _EXECUTABLE) or type(value).__name__.endswith("ScriptFunction")
     return is_code and not isinstance(getattr(value, "__self__", None), nn.Module)

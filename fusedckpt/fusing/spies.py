@@ -28,7 +28,7 @@ from fusedckpt.fusing.simple_values import MISSING, is_function, is_simple
 from fusedckpt.layers.fallbacks import NotFused
 
 # containers of simple values, which are copied
-CONTAINERS = (list, dict, set, deque)
+_READ_CONTAINERS = (list, dict, set, deque)
 # attributes that every module has, and those by which modules call each other
 _MODULE_NAMES = private.MODULE_ATTRIBUTES | {"_is_full_backward_hook"}
 # the attribute of a spy with its place
@@ -72,7 +72,7 @@ class ForwardLog:
             return value
         full_name = ".".join(path + names)
         items = value.items() if isinstance(value, dict) else value
-        if type(value) in CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
+        if type(value) in _READ_CONTAINERS and all(is_simple(i) or is_function(i) for i in items):
             before = copy.copy(value)
             copied = copy.copy(value)
             reads[names] = before

@@ -18,10 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.calls import Argument, storage_of
+from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing.code_names import names_in_forward
 
-# bytes of a tensor that is copied for one call in any case
-SMALL = 1 << 16
 # not in every torch: then a buffer that is written with its own values is an error, too
 _hash: Any = getattr(torch, "hash_tensor", None)
 # for each tensor True if a forward writes it, else its version and digest
@@ -62,9 +61,9 @@ class WrittenTensors:
         # after the call: the tensors that it wrote and that have no copy
         self.uncopied: list[Tensor] = []
         for kind, tensor, _ in buffers:
-            self._copy_if_written(tensor, tensor.nbytes <= SMALL or writes(kind))
+            self._copy_if_written(tensor, tensor.nbytes <= COPIED_NBYTES or writes(kind))
         for tensor, _ in others:
-            self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= SMALL)
+            self._copy_if_written(tensor, tensor.is_leaf and tensor.nbytes <= COPIED_NBYTES)
 
     def _copy_if_written(self, tensor: Tensor, is_likely: bool) -> None:
         """Copy a tensor that the forward writes, or, where that is not known, is likely to."""
@@ -152,7 +151,7 @@ def _versions(tensors: Sequence[Tensor]) -> Sequence[int]:
 
 def is_constant(buffer: Tensor) -> bool:
     """Whether no forward has written a buffer that is large; small ones kernels write uncounted."""
-    return buffer.nbytes > SMALL and type(_KNOWN.get(buffer)) is tuple
+    return buffer.nbytes > COPIED_NBYTES and type(_KNOWN.get(buffer)) is tuple
 
 
 def _digest(tensor: Tensor) -> Tensor | None:

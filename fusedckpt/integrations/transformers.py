@@ -30,7 +30,7 @@ from fusedckpt.layers.experts import experts
 
 __all__ = ["FuseCallback", "register_experts", "use_checkpoint"]
 
-_REENTRANT = (
+_IS_REENTRANT = (
     "fusedckpt.checkpoint has no use_reentrant=True: pass "
     'gradient_checkpointing_kwargs={"use_reentrant": False} to use it'
 )
@@ -130,7 +130,7 @@ class FuseCallback(TrainerCallback):
     def _use_checkpoint(self, model: nn.Module, state: TrainerState) -> None:
         try:
             functions = [function for *_, function in _checkpointing(model)]
-            reason = _REENTRANT if any(map(_is_reentrant, functions)) else None
+            reason = _IS_REENTRANT if any(map(_is_reentrant, functions)) else None
         except ValueError as error:
             reason = str(error)
         if reason is None:

@@ -201,7 +201,7 @@ def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding)
         rows_of_x = x.detach().redistribute(placements=[row_placement]).to_local()
     rows = _Rows(mesh, row_placement.dim % x.dim(), whole.shape)
     whole = _Whole.apply(whole, rows_of_x)
-    index.put(whole, index.ROWS, partial(index.of_first_saved, "rows", rows.again))
+    index.put(whole, index.GATHERED_ROWS, partial(index.of_first_saved, "rows", rows.again))
     y = block(whole)
     # whether the block saves rows and gathers its input again
     saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
@@ -260,7 +260,7 @@ def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
         result = _Whole.apply(whole, whole)
         # not as a reader: its node never reads it
         if index.save_view(result.grad_fn, 0, view):
-            index.put(result, index.ROWS, _first_source)
+            index.put(result, index.GATHERED_ROWS, _first_source)
         return result
 
     return phases.with_own_hooks(run, lambda: whole)

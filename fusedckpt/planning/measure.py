@@ -23,8 +23,8 @@ from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import ConstantLife, Places
 from fusedckpt.planning.meter import Meter, Reading, roles_at
 from fusedckpt.planning.offloading import CopyRates
-from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PLAIN, PRODUCTS
-from fusedckpt.planning.survey import WRITES
+from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PRODUCTS, UNCHANGED
+from fusedckpt.planning.survey import WRITES_INPUT
 from fusedckpt.planning.whole_steps import Times, once, step_kind
 from fusedckpt.reporting.step import Step
 from fusedckpt.state import rng
@@ -254,13 +254,13 @@ class _Costs:
         names = [name for name in known if any(name in levels for levels in offered)]
         has_fused = bool({*names} - {NO_RECIPES})
         if not names or NO_RECIPES in names:
-            names.append(PLAIN)
+            names.append(UNCHANGED)
         rounds = [[name if name in levels else levels[0] for levels in offered] for name in names]
         pairs = zip(self._units, with_products, strict=True)
         extra = [self._checkpointed_level(unit, products) for unit, products in pairs]
         if any(extra):
             # a unit after which another one writes its input is left, too
-            is_written = [unit.fixed == WRITES for unit in (*self._units[1:], self._units[0])]
+            is_written = [unit.fixed == WRITES_INPUT for unit in (*self._units[1:], self._units[0])]
             rows = zip(self._units, is_written, extra, rounds[0], strict=True)
             rounds.append(
                 [
@@ -270,7 +270,7 @@ class _Costs:
             )
         if any(unit.joined for unit in self._units) and has_fused:
             pairs = zip(rounds[0], offered, strict=True)
-            rounds.append([name if PLAIN in levels else INSIDE for name, levels in pairs])
+            rounds.append([name if UNCHANGED in levels else INSIDE for name, levels in pairs])
         return rounds
 
     def _checkpointed_level(self, unit: SurveyedUnit, with_products: bool) -> str:

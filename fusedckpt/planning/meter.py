@@ -36,7 +36,7 @@ from fusedckpt.planning.graph import graph_of
 from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import Lifetimes
 from fusedckpt.planning.products import ProductWrites
-from fusedckpt.planning.roles import PLAIN, Role, assigned, run_at, segmented
+from fusedckpt.planning.roles import UNCHANGED, Role, assigned, run_at, segmented
 from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.planning.whole_steps import Leftover, Times, times_of
 from fusedckpt.reporting.step import Step
@@ -234,7 +234,7 @@ class Meter:
 
     def _baseline_roles(self) -> list[list[Role]]:
         return [
-            roles_at(PLAIN, unit) if unit.fixed else segmented(len(unit.members))
+            roles_at(UNCHANGED, unit) if unit.fixed else segmented(len(unit.members))
             for unit in self._units
         ]
 
@@ -330,6 +330,6 @@ class Meter:
             stop = next((k for k in following if not self._units[k].joined), count)
             num_modules = sum(len(unit.members) for unit in self._units[start:stop])
             is_fixed = bool(self._units[start].fixed)
-            roles += [run_at(PLAIN)] * num_modules if is_fixed else segmented(num_modules)
+            roles += [run_at(UNCHANGED)] * num_modules if is_fixed else segmented(num_modules)
             start = stop
         return roles

@@ -23,7 +23,7 @@ _BYTES = 64 << 20
 # how often that copy is repeated
 _TIMES = 4
 # with fewer segments no offloaded input would be off the device when backward begins
-FEWEST = KEPT + 3
+LEAST_SEGMENTS = KEPT + 3
 # a plan with offload is this much faster than one without: its ms are the less certain ones
 _MARGIN = 0.98
 
@@ -87,8 +87,8 @@ def choose(chain: Chain, limit: float) -> OffloadChoice:
         if count:
             text += f", with it {offloading.extra_ms:.2f} ms"
         return OffloadChoice(plain, text)
-    if count < FEWEST:
+    if count < LEAST_SEGMENTS:
         return OffloadChoice(
-            plain, f"it pays with {FEWEST} segments or more, and this plan has {count}"
+            plain, f"it pays with {LEAST_SEGMENTS} segments or more, and this plan has {count}"
         )
     return OffloadChoice(offloading, "")

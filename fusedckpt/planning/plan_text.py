@@ -10,7 +10,7 @@ from fusedckpt.planning.chain import Item
 from fusedckpt.planning.changed_arguments import ADVICE, CHANGES
 from fusedckpt.planning.products import WRITES_PRODUCT
 from fusedckpt.planning.rewritten import REWRITTEN
-from fusedckpt.planning.roles import PLAIN
+from fusedckpt.planning.roles import UNCHANGED
 from fusedckpt.planning.rules import by_rule
 from fusedckpt.planning.solver import least_peak
 from fusedckpt.reporting.tables import Row, enough, size, table
@@ -60,7 +60,7 @@ def _cells(plan: Plan, item: Item) -> Row:
         if item.offloads:
             planned += ", offloaded"
     else:
-        planned = "unchanged" if item.level == PLAIN else f"saves {item.level}"
+        planned = "unchanged" if item.level == UNCHANGED else f"saves {item.level}"
         # a unit with a forward that is not the same twice is named below
         if units[0].fixed and units[0].name not in plan.left_out:
             planned += f", {units[0].fixed}"

@@ -130,7 +130,7 @@ class Plan:
             names = self._names(item)
             if item.level is None:
                 yield from zip(names, roles.segmented(len(names), item.offloads), strict=True)
-            elif item.level != roles.PLAIN:
+            elif item.level != roles.UNCHANGED:
                 for name in names:
                     yield name, roles.run_at(item.level)
 

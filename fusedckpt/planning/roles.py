@@ -38,10 +38,10 @@ _ROLE = "_fusedckpt_role"
 # the attribute with a forward that was set on the module and not on its class
 _FORWARD = "_fusedckpt_forward"
 # the options of a plan's segments
-OPTIONS = Options()
+NO_OPTIONS = Options()
 
 # the level of a module without fused layers
-PLAIN = "plain"
+UNCHANGED = "plain"
 # the level that saves outputs of matrix products, and recomputes the others
 PRODUCTS = "products"
 # the level that saves attention's output, and recomputes the others
@@ -49,7 +49,7 @@ ATTENTION = "attention"
 # the level of a unit in a model that is fused with recipes, without these recipes
 NO_RECIPES = "no recipes"
 # the levels that a plan may have beside those of fused layers
-OWN_LEVELS = PLAIN, PRODUCTS, ATTENTION, NO_RECIPES
+OWN_LEVELS = UNCHANGED, PRODUCTS, ATTENTION, NO_RECIPES
 # the tensors that layers save in a segment's recompute, whose hooks keep norms from sharing them;
 # measured, and in no plan
 INSIDE = "inside"
@@ -199,7 +199,7 @@ def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(functools.partial(forward, **kwargs), *args, **options)
-    return ChainedSegment(OPTIONS._replace(**options)).add_call(forward, args, kwargs)
+    return ChainedSegment(NO_OPTIONS._replace(**options)).add_call(forward, args, kwargs)
 
 
 def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
@@ -207,5 +207,5 @@ def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
 
     offloads: whether its inputs wait for backward in host memory.
     """
-    run = CallChain(OPTIONS._replace(offload=offloads)).run
+    run = CallChain(NO_OPTIONS._replace(offload=offloads)).run
     return [functools.partial(run, place) for place in range(count)]

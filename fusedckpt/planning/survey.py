@@ -24,13 +24,13 @@ from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArgumen
 from fusedckpt.planning.graph import graph_of, leaves_of
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
 from fusedckpt.planning.rewritten import REWRITTEN, rewritten_units
-from fusedckpt.planning.roles import NO_RECIPES, OPTIONS, PLAIN, assigned
+from fusedckpt.planning.roles import NO_OPTIONS, NO_RECIPES, UNCHANGED, assigned
 from fusedckpt.planning.trimming import trimmers_of
 from fusedckpt.planning.units import levels_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
-WRITES = "modifies its input"
+WRITES_INPUT = "modifies its input"
 
 
 class Survey(NamedTuple):
@@ -83,7 +83,7 @@ class _FirstCall(RepeatCheck):
     """The call of a unit in the survey's forward."""
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any):
-        super().__init__(module, OPTIONS)
+        super().__init__(module, NO_OPTIONS)
         # the objects among its arguments
         self._objects = ChangedArguments(args, kwargs)
         # by storage the bytes and the kind of device of the weights that autocast cast
@@ -207,7 +207,7 @@ class _Visits:
         while self._segments:
             name, segment = self._segments.popitem()
             if self.calls[name].writes:
-                fixed[name] = WRITES
+                fixed[name] = WRITES_INPUT
             elif self.counts[name] == 1 and (why := segment.why_fixed()):
                 fixed[name] = why
         return fixed
@@ -235,7 +235,7 @@ class _Visits:
                 module,
                 fixed=why,
                 joined=gets_output and is_open,
-                levels=(*recipes, *(offered or (PLAIN,))),
+                levels=(*recipes, *(offered or (UNCHANGED,))),
                 attends=call.attends,
                 input_bytes=call.input_bytes,
                 output_bytes=call.output_bytes,
@@ -295,7 +295,7 @@ def _survey(step: Step, names: Sequence[str], rewritten: Sequence[str] = ()) -> 
     visits.trim()
     left_out = {name: why for name in names if (why := visits.why_not(name))}
     left_out |= dict.fromkeys(rewritten, REWRITTEN)
-    left_out |= {name: why for name, why in fixed.items() if why != WRITES}
+    left_out |= {name: why for name, why in fixed.items() if why != WRITES_INPUT}
     units = fewer(grouped([*visits.units(fixed)], left_out), grouping.MOST_UNITS)
     _check_units(step.model, units, left_out)
     return Survey(units, left_out, output_bytes, trained)

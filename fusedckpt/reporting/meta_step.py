@@ -30,7 +30,7 @@ from fusedckpt.reporting.without_memory import (
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, replaced
 from fusedckpt.state.holders import contents_of, put_back
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # elements of the largest buffer with values that a step may read
 _MOST_OF_BUFFER = 2**16
 
@@ -301,6 +301,6 @@ def _refuse_autocast() -> None:
 def _line(error: BaseException) -> str:
     """Return the innermost line outside of torch and this library."""
     frames = traceback.extract_tb(error.__traceback__)
-    outside = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    outside = [frame for frame in frames if not frame.filename.startswith(_LIBRARY_FOLDERS)]
     frame = (outside or frames)[-1]
     return f"{frame.filename}:{frame.lineno}"

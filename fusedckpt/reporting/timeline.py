@@ -32,7 +32,7 @@ ROOT = "(model)"
 # the names of code outside of the model
 LOSS = "(loss)"
 OPTIMIZER = "(optimizer)"
-_MARK = "fusedckpt.report:"
+_LABEL = "fusedckpt.report:"
 _NODE = "autograd::engine::evaluate_function: "
 
 
@@ -142,7 +142,7 @@ class RunningModules:
 
     def mark(self, kind: str, name: str) -> None:
         """Set a marker: a module was entered or left, or a phase began."""
-        with record_function(f"{_MARK}{kind}:{name}"):
+        with record_function(f"{_LABEL}{kind}:{name}"):
             pass
 
 
@@ -320,8 +320,8 @@ def _items_of(profile: Profile) -> list[_Item]:
     for event in profile.events:
         name = event.name
         start = event.start_time_ns
-        if name.startswith(_MARK):
-            kind, name = name.removeprefix(_MARK).split(":", 1)
+        if name.startswith(_LABEL):
+            kind, name = name.removeprefix(_LABEL).split(":", 1)
             items.append(_Item(start, kind, (name, event.start_tid) if kind == "phase" else name))
             continue
         number = getattr(event.extra_fields, "sequence_number", -1)

@@ -26,6 +26,9 @@ from torch.optim import Optimizer
 
 # data, of which a container may hold very much
 ATOMS = frozenset((int, float, complex, bool, str, bytes, type(None)))
+# a container of more entries is data, and more objects are no state of one module or variable
+MOST_ENTRIES = 1 << 10
+MOST_OBJECTS = 1 << 8
 # classes with methods that read and write the items of a subclass, too
 _BUILT_IN: tuple[type, ...] = (OrderedDict, dict, list, deque, set)
 # classes of containers without attributes

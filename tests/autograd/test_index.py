@@ -118,11 +118,11 @@ def test_two_tensors_of_one_storage_each_have_their_recipe():
     ).apply(y)
     assert alias.untyped_storage() is y.untyped_storage()
     made = Made("rows", lambda t: t, [Leaf(y)], [alias])
-    index.put(alias, index.ROWS, lambda *_: made)
-    assert index.view_of(alias, index.ROWS).source is made
+    index.put(alias, index.GATHERED_ROWS, lambda *_: made)
+    assert index.view_of(alias, index.GATHERED_ROWS).source is made
     assert index.view_of(alias, index.NORM) is None
     assert index.view_of(y, index.NORM).source is of_y[0]
-    assert index.view_of(y, index.ROWS) is None
+    assert index.view_of(y, index.GATHERED_ROWS) is None
 
 
 def test_nothing_is_kept():

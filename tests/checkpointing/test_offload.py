@@ -393,7 +393,7 @@ def test_declines_inside(device, blocks, x, around):
 
 
 def test_does_nothing_on_a_cpu(monkeypatch, blocks, x):
-    monkeypatch.setattr(offload, "SMALL", 1)
+    monkeypatch.setattr(offload, "LEAST_NBYTES", 1)
     offload.stays.clear()
     assert_same(both(blocks, x, offloading), both(blocks, x, checkpoint))
     assert offload.stays == {"tensors of a CPU are in host memory already": N}

@@ -11,7 +11,7 @@ from fusedckpt.kernels.runtime import HAS_TRITON
 
 PATHS = ["aten", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="Triton"))]
 paths = pytest.mark.parametrize("path", PATHS)
-dtypes = pytest.mark.parametrize("dtype", int8.DTYPES, ids=str)
+dtypes = pytest.mark.parametrize("dtype", int8.PACKED_DTYPES, ids=str)
 
 
 def both_ways(path, x):

@@ -112,7 +112,7 @@ def test_few_segments_decline(monkeypatch):
     assert count >= KEPT + 3
     assert not choice.declined
     assert choice.outcome.extra_ms < 0.98 * solve(replace(chain, to_host=0.0), limit).extra_ms
-    monkeypatch.setattr(offloading, "FEWEST", count + 1)
+    monkeypatch.setattr(offloading, "LEAST_SEGMENTS", count + 1)
     choice = choose(chain, limit)
     assert not any(item.offloads for item in choice.outcome.items)
     told = f"it pays with {count + 1} segments or more, and this plan has {count}"

@@ -15,7 +15,7 @@ import fusedckpt
 from fusedckpt import is_recomputing, prefetch_recompute
 from fusedckpt.checkpointing.chain import ChainedSegment
 from fusedckpt.memory import saved_tensors
-from fusedckpt.planning.roles import OPTIONS
+from fusedckpt.planning.roles import NO_OPTIONS
 
 
 class Line(nn.Module):
@@ -297,7 +297,10 @@ def test_nothing_lives_on_without_a_collection(monkeypatch):
 
 def test_an_address_of_a_handed_on_output_is_used_again():
     """An output that is gone must not be taken for what comes to lie where it lay."""
-    segment, x = ChainedSegment(OPTIONS), torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    segment, x = (
+        ChainedSegment(NO_OPTIONS),
+        torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
+    )
     total = 0
     for _ in range(50):
         y = segment.add_call(lambda x: (x.sin() * 2).exp(), (x,), {})
