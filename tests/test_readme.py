@@ -393,6 +393,7 @@ RUN_IN = {
     ("README.md", "model = LlamaForCausalLM"): "test_readme.py",
     ("bench/README.md", "def small():"): "test_readme.py",
     ("fusedckpt/checkpointing/README.md", "RecomputingStage"): "models/test_slow_link.py",
+    ("fusedckpt/checkpointing/README.md", "may_see"): "models/test_packed_sequences.py",
     (INTEGRATIONS, "use_checkpoint"): "test_readme.py",
     (
         INTEGRATIONS,

@@ -1,10 +1,10 @@
 """Calls of attention and of scans as regions, without a change of the model.
 
 While a checkpoint runs that asks for regions named "attention", these are such regions:
-F.scaled_dot_product_attention, the functions of transformers' attention interface, and those of
-flash_attn; of regions named "scan", the functions of `scans`. In other threads they are plain
-calls, as every region outside of a checkpoint is. Under torch.compile a policy saves the outputs of
-attention's ops.
+F.scaled_dot_product_attention, torch's varlen_attn, the functions of transformers' attention
+interface, and those of flash_attn; of regions named "scan", the functions of `scans`. In other
+threads they are plain calls, as every region outside of a checkpoint is. Under torch.compile a
+policy saves the outputs of attention's ops.
 """
 
 from __future__ import annotations
@@ -114,13 +114,30 @@ def _cast(x: Any) -> Any:
     return x if to is None else x.to(to)
 
 
+def _added(mask: Tensor, query: Tensor) -> Tensor:
+    """Return a mask of booleans as numbers that are added to scores, as torch makes them inside.
+
+    Made there, once in each layer, it would stay saved: values of all pairs of tokens.
+    """
+    numbers = torch.zeros_like(mask, dtype=query.dtype)
+    return numbers.masked_fill_(mask.logical_not(), float("-inf"))
+
+
 @cache
 def _attention_of_torch(fn: Any) -> Any:
     run = region(fn, NAME)
 
     def ours(*args: Any, **kwargs: Any) -> Any:
         if private.is_any_autocast_on():
-            return run(*map(_cast, args), **{key: _cast(x) for key, x in kwargs.items()})
+            args = (*map(_cast, args),)
+            kwargs = {key: _cast(x) for key, x in kwargs.items()}
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+            added = _added(mask, args[0] if args else kwargs["query"])
+            if len(args) > 3:
+                args = *args[:3], added, *args[4:]
+            else:
+                kwargs["attn_mask"] = added
         return run(*args, **kwargs)
 
     return update_wrapper(ours, fn)
@@ -139,6 +156,11 @@ def _attention() -> Iterator[_Place]:
             # its Functions, as models import its functions by name
             if isinstance(fn, type) and issubclass(fn, torch.autograd.Function):
                 yield _Place(vars(module), name, fn, _as_region(fn, NAME))
+    if "torch.nn.attention.varlen" in sys.modules:
+        # the op that varlen_attn calls, for the same reason
+        ops = torch.ops.torch_attn
+        if (op := getattr(ops, "_varlen_attn", None)) is not None:
+            yield _Place(vars(ops), "_varlen_attn", op, _as_region(op, NAME))
 
 
 def _interface() -> tuple[MutableMapping[str, Any], dict[str, Any] | None]:

@@ -28,6 +28,7 @@ _ATTENTION = frozenset(
     ("scaled_dot_product_attention", "ALL_ATTENTION_FUNCTIONS", "flex_attention")
     + ("flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_kvpacked_func")
     + ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "dispatch_attention_fn")
+    + ("varlen_attn",)
 )
 # of attention written by hand: a softmax between two products
 _SOFTMAXES = "softmax", "entmax", "sparsemax"

@@ -105,7 +105,8 @@ class Stage(PipelineStage):
 def shown() -> type[PipelineStage]:
     """Return the stage of the page on checkpoints."""
     page = (Path(fusedckpt.__file__).parent / "checkpointing" / "README.md").read_text("utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    codes = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (code,) = [code for code in codes if "RecomputingStage" in code]
     found: dict[str, Any] = {"fusedckpt": fusedckpt}
     exec(code, found)
     return found["RecomputingStage"]
