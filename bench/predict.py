@@ -12,16 +12,21 @@ from __future__ import annotations
 import csv
 import math
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from bench.clock import Stopwatch
+from bench.env import device_name, environment
+from bench.launches import OPERATIONS, Operation, Prepare
 from bench.options import Options
+from bench.results import Row, append
 from bench.tables import Columns, show, significant
-from fusedckpt.kernels import cross_entropy, gated_norm, int8, linear, norm
 
 if TYPE_CHECKING:
     from tests.kernels.emulated import Launch
@@ -31,10 +36,19 @@ SOURCE = (
     "Measured: medians of benchmark/data/all_benchmark_data.csv of linkedin/Liger-Kernel at "
     "ead96b6 (BSD 2-Clause, Copyright 2024 LinkedIn Corporation)."
 )
+PEERS = (
+    "Measured times are Liger's own, of its kernel at that size, launched by another version. "
+    "ATen's launches that add Liger's sums of weights' gradients are not counted."
+)
+FILE = "predict.jsonl"
+# calls before the first that counts, and those that do
+WARMUP, ROUNDS = 5, 50
 # the rows that the fixed time and the bandwidth are fitted on
 FITTED = ("megatron_rms_norm", "rms_norm")
 # assumed: us of a load under load, of a barrier, of starting a program, of a further launch
 LATENCY, BARRIER, START, NEXT = 0.65, 0.05, 0.5, 3.0
+# share of a launch's work that waits may add; of more there is no time
+WAITING = 0.15
 # share of L2 whose data are read again: fitted on Liger's cross entropy on an A100
 L2_SHARE = 0.4
 
@@ -62,7 +76,7 @@ CARDS = {
 }
 
 
-class Row(NamedTuple):
+class Published(NamedTuple):
     """A published row, and what was counted of its kernel."""
 
     arch: str
@@ -79,11 +93,11 @@ class Row(NamedTuple):
 
 
 @cache
-def published() -> tuple[Row, ...]:
+def published() -> tuple[Published, ...]:
     """Return the published rows."""
     with MEASURED.open() as file:
         return tuple(
-            Row(
+            Published(
                 row["arch"],
                 row["kernel"],
                 row["mode"],
@@ -110,105 +124,12 @@ def fit(arch: str) -> tuple[float, float]:
     return float(start), float(per_byte)
 
 
-def error_of(row: Row) -> float | None:
+def error_of(row: Published) -> float | None:
     """Return the relative error of the model on a published row, None where it gives no time."""
     start, per_byte = fit(row.arch)
     if row.spills:
         return None
     return (start + max(row.moved * per_byte, row.issue_us)) / row.measured_us - 1
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """Return a tensor without data."""
-    return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-class Case(NamedTuple):
-    """Launches of an operation: a function of rows and columns, and bytes that it must move."""
-
-    launch: Callable[[int, int], Any]
-    # for each element
-    least: int
-    sizes: Sequence[tuple[int, int]]
-
-
-LLAMA = norm.NormRule("rms", 1e-6, 0.0, "llama")
-LAYER = norm.NormRule("layer", 1e-6)
-GATED = gated_norm.GatedNormRule(1e-5, gates_first=True, cast="llama")
-# the last of few tokens, whose sums of dw are as large as the rows
-NORMS = ((4096, 2048), (4096, 4096), (4096, 12288), (4096, 16384), (512, 4096))
-# few tokens, and GPT-2's rows, which begin within a vector
-LOGITS = ((1024, 128256), (512, 128256), (4096, 50257))
-# 8192 tokens of models: GPT-2 small, Llama 3.2 1B, Llama 3 8B, Llama 3 70B
-INPUTS = ((8192, 768), (8192, 2048), (8192, 4096), (8192, 8192))
-
-
-def rms_backward(m: int, n: int) -> None:
-    """Launch RMSNorm's gradient."""
-    x = meta(m, n)
-    norm.norm_grad(meta(m, n), None, x, meta(n), LLAMA, (True, True, False), x.dtype)
-
-
-def layer_backward(m: int, n: int) -> None:
-    """Launch LayerNorm's gradient."""
-    x = meta(m, n)
-    norm.norm_grad(meta(m, n), None, x, meta(n), LAYER, (True, True, True), x.dtype)
-
-
-def swiglu_backward(m: int, n: int) -> None:
-    """Launch the gradients of a gated hidden layer, which is made again."""
-    dh, gate, up = meta(m, n), meta(m, n), meta(m, n)
-    grads = linear.HiddenGrad(gate, up, dh, gate, up)
-    linear.hidden_grad(dh, grads, "silu", (False, False), "split")
-
-
-def gated_backward(m: int, n: int) -> None:
-    """Launch the gradients of a norm with a gate."""
-    dy, x, gate = meta(m, n), meta(m, n), meta(m, n)
-    gated_norm.gated_norm_grad(dy, x, gate, meta(n), GATED, (True, True, True), x.dtype)
-
-
-def logits_forward(m: int, n: int) -> None:
-    """Launch the statistics of logits."""
-    target = meta(m, 1, dtype=torch.int64)
-    cross_entropy.statistics(meta(m, n), target, cross_entropy.LogitRule(), "triton")
-
-
-def logits_backward(m: int, n: int) -> None:
-    """Launch the gradient of logits, over them."""
-    u, y = meta(m, n), meta(m, 4, dtype=torch.float32)
-    target = meta(m, 1, dtype=torch.int64)
-    dy = torch.empty_like(y)
-    cross_entropy.statistics_grad(dy, u, target, y, cross_entropy.LogitRule(), "triton", dz=u)
-
-
-def unpacked(m: int, n: int) -> None:
-    """Launch the kernel that makes 16 bits a value of nine."""
-    packed = meta(int8.packed_nbytes(m, n), dtype=torch.int8)
-    int8.unpack_int8(packed, meta(m, n), "triton")
-
-
-CASES: Mapping[str, Case] = {
-    "rms_norm": Case(
-        lambda m, n: norm.norm(meta(m, n), None, meta(n), None, LLAMA, torch.bfloat16), 4, NORMS
-    ),
-    "rms_norm backward": Case(rms_backward, 6, NORMS),
-    "layer_norm backward": Case(layer_backward, 6, NORMS),
-    "swiglu": Case(
-        lambda m, n: linear.hidden(meta(m, n), meta(m, n), "silu", "split"), 6, ((4096, 14336),)
-    ),
-    "swiglu backward": Case(swiglu_backward, 12, ((4096, 14336),)),
-    "gated_rms_norm": Case(
-        lambda m, n: gated_norm.gated_norm(meta(m, n), meta(m, n), meta(n), GATED, torch.bfloat16),
-        6,
-        ((4096, 8192),),
-    ),
-    "gated_rms_norm backward": Case(gated_backward, 10, ((4096, 8192),)),
-    "cross_entropy": Case(logits_forward, 2, LOGITS),
-    "cross_entropy backward": Case(logits_backward, 4, LOGITS),
-    "int8 pack": Case(lambda m, n: int8.pack_int8(meta(m, n), "triton"), 3, INPUTS),
-    "int8 unpack": Case(unpacked, 3, INPUTS),
-}
 
 
 class Time(NamedTuple):
@@ -223,12 +144,17 @@ class Prediction(NamedTuple):
     """A row of the table: a launch of an operation on a card."""
 
     card: Card
-    case: str
+    operation: str
     size: tuple[int, int]
+    library: str
     launch: Launch
     time: Time
-    # its part of the operation's time that no byte less could take, None beside the first launch
+    # of all launches of the operation, None beside the others than the first
+    total_us: float | None
+    # its part of the operation's time that no byte less could take, None where there is no total
     share: float | None
+    # as published, None beside the others than the first
+    measured_us: float | None
 
 
 def resident(launch: Launch, card: Card) -> int:
@@ -262,43 +188,79 @@ def time_of(launch: Launch, card: Card) -> Time:
     issue = load * 32 * launch.num_warps * demands[pipe] / (card.clock * 1e3)
     wait = launch.waits * LATENCY + launch.barriers * BARRIER + START
     chain = max(1.0, waves if waves > 4 else math.ceil(waves)) * wait
+    # programs on a multiprocessor cover one another's waits
+    chain /= min(together, max(1.0, launch.programs / card.units))
     work = max(memory, issue)
     if launch.spills:
         return Time(None, "spills: no time")
-    if not launch.is_prefetched and chain > 1.15 * work and chain > start:
+    if not launch.is_prefetched and chain > WAITING * work and chain > start:
         return Time(None, "latency: no time")
     return Time(start + work, "memory" if memory >= issue else pipe)
 
 
-def predictions(card: Card, names: Sequence[str]) -> list[Prediction]:
-    """Compile, count and predict the launches of operations."""
+def ways_of(operation: Operation) -> Iterator[tuple[str, Prepare, bool]]:
+    """Yield the libraries that launch an operation, and whether by a program a multiprocessor."""
+    # ours ask a card on paper for its multiprocessors
+    yield "ours", operation.prepare, False
+    for peer in operation.peers:
+        if find_spec(peer.package) is not None:
+            yield peer.name, peer.prepare, peer.is_persistent
+
+
+def launches_of(prepare: Prepare, m: int, n: int, card: Card, is_persistent: bool) -> list[Launch]:
+    """Compile the launches of an operation for a card, and count them."""
     from tests.kernels.emulated import count, recorded
 
+    # without a device a library takes one multiprocessor: it is given one's rows
+    rows = math.ceil(m / card.units) if is_persistent else m
+    with torch.device("meta"), recorded(card.arch, card.units) as launches:
+        prepare(rows, n)()
+    for launch in launches:
+        count(launch)
+        if is_persistent:
+            launch.grid = (card.units, 1, 1)
+            launch.read *= m / rows
+            launch.written *= m / rows
+            launch.again *= m / rows
+    return launches
+
+
+def predictions(card: Card, names: Sequence[str]) -> list[Prediction]:
+    """Compile, count and predict the launches of operations."""
     start, per_byte = fit(card.arch)
     rows = []
     for name in names:
-        case = CASES[name]
-        for m, n in case.sizes:
-            with recorded(card.arch, card.units) as launches:
-                case.launch(m, n)
-            times = []
-            for launch in launches:
-                count(launch)
-                times.append(time_of(launch, card))
-            total: float | None = (NEXT - start) * (len(times) - 1)
-            for time in times:
-                total = None if total is None or time.us is None else total + time.us
-            least = start + m * n * case.least * per_byte
-            for index, (launch, time) in enumerate(zip(launches, times, strict=True)):
-                share = least / total if total and not index else None
-                rows.append(Prediction(card, name, (m, n), launch, time, share))
+        operation = OPERATIONS[name]
+        for m, n in operation.sizes:
+            least = start + m * n * operation.least * per_byte
+            for library, prepare, is_persistent in ways_of(operation):
+                launches = launches_of(prepare, m, n, card, is_persistent)
+                times = [time_of(launch, card) for launch in launches]
+                total: float | None = (NEXT - start) * (len(times) - 1)
+                for time in times:
+                    total = None if total is None or time.us is None else total + time.us
+                measured = None if library == "ours" else published_us(operation, card, m, n)
+                known = total, least / total if total else None, measured
+                for index, (launch, time) in enumerate(zip(launches, times, strict=True)):
+                    numbers = (None, None, None) if index else known
+                    rows.append(Prediction(card, name, (m, n), library, launch, time, *numbers))
     return rows
 
 
+def published_us(operation: Operation, card: Card, m: int, n: int) -> float | None:
+    """Return the published time of an operation in bfloat16 on a card, if there is one."""
+    for row in published():
+        names = row.kernel in operation.published and row.mode == operation.mode
+        if names and (row.arch, row.dtype, row.rows, row.columns) == (card.arch, "bfloat16", m, n):
+            return row.measured_us
+    return None
+
+
 COLUMNS: Columns = {
-    "operation": lambda row: row.case,
-    "size": lambda row: f"{row.size[0]} x {row.size[1]}",
-    "kernel": lambda row: row.launch.name.removesuffix("_kernel"),
+    "operation": lambda row: row.operation,
+    "size": lambda row: size_of(row),
+    "library": lambda row: row.library,
+    "kernel": lambda row: row.launch.name.strip("_").removesuffix("_kernel"),
     "counted\nread MB": lambda row: significant(row.launch.read / 1e6),
     "counted\nwritten MB": lambda row: significant(row.launch.written / 1e6),
     "registers": lambda row: str(row.launch.registers),
@@ -308,6 +270,7 @@ COLUMNS: Columns = {
     "predicted\nbound": lambda row: row.time.bound,
     "predicted\nus": lambda row: "no time" if row.time.us is None else f"{row.time.us:.0f}",
     "predicted share\nof the roofline": lambda row: "" if row.share is None else f"{row.share:.0%}",
+    "measured\nus": lambda row: "" if row.measured_us is None else f"{row.measured_us:.0f}",
 }
 ERRORS: Columns = {
     "Liger's kernel": lambda row: f"{row.kernel} {row.mode}",
@@ -332,21 +295,101 @@ def by_class(row: Prediction) -> str:
     return " / ".join(f"{per_element(row, kind):.1f}" for kind in kinds)
 
 
-def predicted_us(row: Row) -> str:
+def predicted_us(row: Published) -> str:
     """Write the model's time of a published row."""
     error = error_of(row)
     return "no time" if error is None else f"{row.measured_us * (1 + error):.1f}"
 
 
+def size_of(row: Prediction) -> str:
+    """Write the rows and columns of a row."""
+    return f"{row.size[0]} x {row.size[1]}"
+
+
+class Comparison(NamedTuple):
+    """An operation measured on a device, beside the model."""
+
+    prediction: Prediction
+    measured_us: float
+
+    @property
+    def error(self) -> float | None:
+        """The model's relative error."""
+        total = self.prediction.total_us
+        return None if total is None else total / self.measured_us - 1
+
+
+COMPARISONS: Columns = {
+    "operation": lambda row: row.prediction.operation,
+    "size": lambda row: size_of(row.prediction),
+    "library": lambda row: row.prediction.library,
+    "measured\nus": lambda row: f"{row.measured_us:.1f}",
+    "predicted\nus": lambda row: significant(row.prediction.total_us),
+    "error": lambda row: "" if row.error is None else f"{row.error:+.1%}",
+}
+
+
+def measure(rows: Sequence[Prediction], device: torch.device) -> Iterator[Comparison]:
+    """Time each predicted operation on a device, its L2 cache emptied before each round."""
+    watch = Stopwatch(device)
+    firsts = {(row.operation, row.size, row.library): row for row in reversed(rows)}
+    for (name, (m, n), library), row in reversed(firsts.items()):
+        prepare = next(found for way, found, _ in ways_of(OPERATIONS[name]) if way == library)
+        with torch.device(device):
+            launch = prepare(m, n)
+        times = [watch.times(launch)[0] for _ in range(WARMUP + ROUNDS)]
+        yield Comparison(row, 1e3 * median(times[WARMUP:]))
+
+
+def recorded_row(row: Comparison) -> Row:
+    """Return a line of a results file."""
+    prediction = row.prediction
+    return {
+        "command": "predict",
+        "case": prediction.operation,
+        "name": prediction.library,
+        "title": f"{prediction.operation}, {size_of(prediction)}, bfloat16",
+        "tokens": prediction.size[0],
+        "dim": prediction.size[1],
+        "failure": None,
+        "is_wrong": False,
+        "dtype": "bfloat16",
+        "both_ms": [row.measured_us / 1e3],
+        "saved_bytes": None,
+        "peak_bytes": None,
+        "card": prediction.card.name,
+        "predicted_us": prediction.total_us,
+    }
+
+
 def options(add: Options) -> None:
     """Add the options."""
     add.add_argument("--card", help="the card", choices=CARDS, default=None)
-    add.add_argument("--case", help="one operation", choices=CASES, default=None)
+    add.add_argument("--case", help="one operation", choices=OPERATIONS, default=None)
     add.flag("errors", "print published rows beside the model instead; nothing is compiled")
+    add.flag("measure", "also time the operations on this GPU, and print both times")
+    add.one("device", "the GPU to measure", add.device)
+    add.one("out", f"with --measure, a folder for {FILE}", type=Path, metavar="DIR")
+
+
+def prepare(chosen: Namespace) -> Namespace:
+    """Raise ValueError where there is no GPU to measure, or none that the model knows."""
+    if chosen.measure:
+        device = torch.device(chosen.device)
+        name = device_name(device)
+        if device.type != "cuda":
+            raise ValueError(f"--measure needs a CUDA device, {chosen.device} is {name}")
+        cards = [card for card in CARDS if card in name]
+        if not cards:
+            raise ValueError(
+                f"--measure: the model has rows of {' and '.join(CARDS)}, not of {name}"
+            )
+        chosen.card = cards[0]
+    return chosen
 
 
 def run(chosen: Namespace) -> int:
-    """Print the table of each card, or the model's errors."""
+    """Print the table of each card, or the model's errors, or both times on this GPU."""
     for card in [CARDS[chosen.card]] if chosen.card else CARDS.values():
         start, per_byte = fit(card.arch)
         note = f"{start:.2f} us and {1e-6 / per_byte:.3f} TB/s, fitted on RMSNorm forward. {SOURCE}"
@@ -354,7 +397,29 @@ def run(chosen: Namespace) -> int:
             rows = [row for row in published() if row.arch == card.arch]
             show(f"{card.name}: published rows beside the model", ERRORS, rows, [note], words=3)
             continue
-        rows = predictions(card, [chosen.case] if chosen.case else list(CASES))
+        names = [chosen.case] if chosen.case else list(OPERATIONS)
+        rows = predictions(card, names)
         title = f"{card.name}, bfloat16: predicted, not measured"
-        show(title, COLUMNS, rows, [note], words=3)
+        notes = [note, PEERS, *missing(names)]
+        show(title, COLUMNS, rows, notes, words=4)
+        if chosen.measure:
+            compare(rows, torch.device(chosen.device), chosen.out)
     return 0
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Name the libraries of operations that are not installed, in a line."""
+    peers = [peer for name in names for peer in OPERATIONS[name].peers]
+    absent = sorted({peer.name for peer in peers if find_spec(peer.package) is None})
+    return [f"Not installed: {', '.join(absent)}."] if absent else []
+
+
+def compare(rows: Sequence[Prediction], device: torch.device, out: Path | None) -> None:
+    """Measure predicted operations and print them beside the model; append them to a file."""
+    facts = environment(device, torch.bfloat16)
+    comparisons = list(measure(rows, device))
+    if out is not None:
+        append([recorded_row(row) | facts for row in comparisons], out / FILE)
+    errors = [abs(row.error) for row in comparisons if row.error is not None]
+    note = f"median absolute error of {len(errors)}: {median(errors):.1%}" if errors else ""
+    show(f"{facts['device']}: measured, and predicted", COMPARISONS, comparisons, [note], words=3)

@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import predict
 from bench.__main__ import main
+from bench.launches import OPERATIONS
+from bench.results import read
+
+SIZE = predict.CARDS["H100"], 4096, 4096
 
 
 def test_errors_on_kernels_that_the_model_was_not_fitted_on(capsys):
@@ -55,25 +60,108 @@ def test_the_table_of_errors(capsys):
 
 
 def test_every_time_is_called_predicted():
-    for head in (*predict.COLUMNS, *predict.ERRORS):
+    for head in (*predict.COLUMNS, *predict.ERRORS, *predict.COMPARISONS):
         assert "us" not in head.split() or head.split()[0] in ("predicted", "measured"), head
+
+
+def launch_of(**counts: Any) -> Any:
+    """A launch of 132 programs that moves 67 MB, 22 us on an H100."""
+    pytest.importorskip("triton", reason="launches are Triton's")
+    from tests.kernels.emulated import Launch
+
+    known = {"name": "k", "arguments": {}, "kernel": None, "registers": 64, "spills": 0}
+    launch = Launch(grid=(132, 1, 1), shared=0, num_warps=8, **known)
+    launch.read = 67e6
+    vars(launch).update(counts)
+    return launch
+
+
+def prediction_of(launch: Any, total: float | None) -> predict.Prediction:
+    card = predict.CARDS["H100"]
+    time = predict.time_of(launch, card)
+    return predict.Prediction(card, "rms_norm", (8, 16), "ours", launch, time, total, None, None)
+
+
+def test_waits_that_nothing_covers_have_no_time():
+    card = predict.CARDS["H100"]
+    assert predict.time_of(launch_of(waits=32, is_prefetched=True), card).us is not None
+    assert predict.time_of(launch_of(waits=32, is_prefetched=False), card).us is None
+    # eight programs a multiprocessor, each of an eighth of the rows
+    covered = launch_of(waits=4, is_prefetched=False, grid=(1056, 1, 1), registers=32)
+    assert predict.time_of(covered, card).us == pytest.approx(6.6 + 22.2, rel=0.05)
+
+
+def test_the_first_load_of_a_loop_waits_for_its_turn():
+    launch = launch_of()
+    from tests.kernels.emulated import count_instructions
+
+    # of each turn the loads precede the barrier, and a load before the loop goes first
+    lines = ["LDG.E.128 R0, [R2] ;", ".L_x_1:", "LDG.E.128 R4, [R6] ;", "BAR.SYNC 0x0 ;"]
+    lines += ["FADD R4, R4, R0 ;", "BRA `(.L_x_1) ;", "STG.E.128 [R8], R4 ;", "EXIT ;"]
+    listing = "\n".join(x if x.startswith(".") else f"        /*0000*/ {x}" for x in lines)
+    count_instructions(launch, listing, [(31.0, 16)], 1.0)
+    assert (launch.waits, launch.barriers, launch.is_prefetched) == (32, 31, False)
+
+
+def test_published_rows_stand_beside_the_same_size():
+    operation = OPERATIONS["rms_norm"]
+    found = [predict.published_us(operation, c, 4096, 4096) for c in predict.CARDS.values()]
+    assert found == [None, 29.184]
+    assert predict.published_us(OPERATIONS["rms_norm backward"], *SIZE) is None
+
+
+def test_a_device_is_measured_beside_the_model(tmp_path, monkeypatch, capsys):
+    class Watch:
+        def __init__(self, device):
+            self.calls = 0
+
+        def times(self, step):
+            step()
+            self.calls += 1
+            # the first calls compile
+            return [1e3 if self.calls <= predict.WARMUP else 0.025, 0.0]
+
+    drawn: list[tuple[int, int]] = []
+
+    def prepare(m, n):
+        drawn.append((m, n))
+        return lambda: None
+
+    monkeypatch.setattr(predict, "Stopwatch", Watch)
+    monkeypatch.setitem(OPERATIONS, "rms_norm", OPERATIONS["rms_norm"]._replace(prepare=prepare))
+    launches = launch_of(), launch_of(spills=8)
+    rows = [prediction_of(launches[0], 30.0), prediction_of(launches[1], None)]
+    predict.compare(rows, torch.device("cpu"), tmp_path)
+    # an operation of two launches is measured once
+    assert drawn == [(8, 16)]
+    (row,) = read(tmp_path / predict.FILE)
+    assert (row["predicted_us"], row["both_ms"]) == (30.0, [0.025])
+    assert "+20.0%" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["predict", "--measure", "--device=cpu"])
+    assert "needs a CUDA device" in capsys.readouterr().err
 
 
 COUNTED = """
 import json
+import torch
 from bench import predict
+from bench.launches import OPERATIONS
 from tests.kernels.emulated import count, recorded
 
 card = predict.CARDS["H100"]
-with recorded(card.arch, card.units) as launches:
-    predict.CASES["rms_norm"].launch(24, 2048)
-    predict.CASES["rms_norm backward"].launch(600, 256)
+with torch.device("meta"), recorded(card.arch, card.units) as launches:
+    OPERATIONS["rms_norm"].prepare(24, 2048)()
+    OPERATIONS["rms_norm backward"].prepare(600, 256)()
     for columns in (8192, 8193):
-        predict.CASES["cross_entropy backward"].launch(3, columns)
+        OPERATIONS["cross_entropy backward"].prepare(3, columns)()
 for launch in launches:
     count(launch)
     numbers = launch.read, launch.written, launch.instructions, predict.time_of(launch, card).us
     print(json.dumps([launch.name, *numbers]))
+# a library that launches a program for each of 132 multiprocessors: here 12 rows a program
+(shared,) = predict.launches_of(OPERATIONS["rms_norm"].prepare, 132 * 12 - 7, 2048, card, True)
+print(json.dumps([shared.programs, shared.read, shared.written]))
 """
 
 
@@ -83,7 +171,8 @@ def test_bytes_are_those_of_the_shapes():
     root = Path(__file__).parents[2]
     how: Any = {"cwd": root, "env": environment | {"PYTHONPATH": str(root)}, "check": True}
     done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, **how)
-    forward, backward, sums, even, odd = map(json.loads, done.stdout.splitlines())
+    forward, backward, sums, even, odd, shared = map(json.loads, done.stdout.splitlines())
+    assert shared == [132, pytest.approx((132 * 12 - 7) * 4096, rel=0.1), (132 * 12 - 7) * 4096]
     rows = 24 * 2048 * 2
     assert forward[:3] == ["norm_kernel", rows + 2048 * 2, rows]
     # the least number of instructions that load and store 8 elements of a thread, and the most

@@ -285,8 +285,11 @@ def count_instructions(
         zip(spans, turns, strict=True), key=lambda x: -x[0][1] + x[0][0]
     ):
         weights[start:end] = times
+    # a loop's first load waits for its turn before
+    starts = {start for start, _ in spans}
     is_waiting = True
-    for opcode, weight in zip(opcodes, weights, strict=True):
+    for at, (opcode, weight) in enumerate(zip(opcodes, weights, strict=True)):
+        is_waiting |= at in starts
         base = opcode.split(".")[0]
         if base == "NOP":
             continue
