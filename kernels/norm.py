@@ -114,7 +114,7 @@ def resident_programs(tile: dict[str, int], stages: int, column_bytes: int, shar
 
 # decided once for rows of equal sizes
 @lru_cache(1024)
-def rows_plan(
+def grad_launch_for(
     sizes: tuple[int, int], share: int, kind: str, column_bytes: int, chip: tuple[int, int, str]
 ) -> tuple[int, dict[str, int]]:
     """Return norm_grad's programs, and its constants and options, for rows of sizes [M, N].
@@ -216,7 +216,7 @@ def norm_grad(
     how: Mapping[str, int] = {}
     if fits:
         chip = units, shared_per_multiprocessor(x.device), arch()
-        programs, how = rows_plan((m, n), share, rule.kind, column_bytes, chip)
+        programs, how = grad_launch_for((m, n), share, rule.kind, column_bytes, chip)
     elif parts:
         programs = max(1, min(m, units // parts))
     else:

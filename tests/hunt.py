@@ -249,8 +249,8 @@ def _compared(ours: Any, eager: Any, truth: Any) -> str | None:
 
 def _width(module: nn.Module) -> int:
     match: Any = module.__dict__.get("_fusedckpt_match")
-    if hasattr(match, "block") and match.block.linears:
-        path, _, transposed = match.block.linears[0]
+    if hasattr(match, "block") and match.pattern.linears:
+        path, _, transposed = match.pattern.linears[0]
         weight = module.get_parameter(".".join(path))
         return weight.shape[0 if transposed else 1]
     for layer in module.modules():

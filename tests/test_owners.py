@@ -62,7 +62,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
     ),
     "decide how a call runs": (
         r"dispatch\.decide\((?!.*\.\.\.)\w",
-        {"blocks/block.py"},
+        {"blocks/layer_function.py"},
     ),
 }
 

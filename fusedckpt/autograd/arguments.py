@@ -144,7 +144,7 @@ def modules(name: str, key: str, layers: tuple[Any, ...]) -> None:
             module(name, f"{key}[{index!r}]", layer)
 
 
-def block_sizes(name: str, in_features: int, out_features: int, norm: Any, residual: Any) -> None:
+def layer_sizes(name: str, in_features: int, out_features: int, norm: Any, residual: Any) -> None:
     """Refuse a norm that is no module, and a residual between two widths."""
     if norm is not None:
         module(name, "norm", norm)

@@ -114,7 +114,7 @@ def variant_for(
     return kernel
 
 
-def is_recorded(x: Any) -> bool:
+def is_traced(x: Any) -> bool:
     """Whether the ops on x are written down, by torch.export, jit.trace, fx or make_fx.
 
     Not by torch.compile; before torch 2.13, strict export cannot be told from it.
@@ -210,7 +210,7 @@ class Operand(NamedTuple):
 
 
 class Decided(Protocol):
-    """A record of options that `decide` plans calls of; `blocks/layer.py` tells the whole story."""
+    """A record of options, from which `decide` makes calls; `blocks/layer.py` has the story."""
 
     @property
     def name(self) -> str:
@@ -231,12 +231,12 @@ class Decided(Protocol):
         """Return the options checked, the save level among them; raise for a wrong one."""
         ...
 
-    def plan(self, context: Context, /, *metas: Any) -> Any:
+    def make_call(self, context: Context, /, *metas: Any) -> Any:
         """Return the call; None to run the reference, OWN_FORWARD for that of the module."""
         ...
 
 
-# returned by `plan` where a module calls the forward of its own class, and its children's
+# returned by `make_call` where a module calls the forward of its own class, and its children's
 OWN_FORWARD = "own forward"
 
 
@@ -254,7 +254,7 @@ class Decision(NamedTuple):
 
 def decide(options: Decided, *tensors: Any) -> Decision:
     """Return the decision for a call, which is remembered for equal options, tensors and state."""
-    if is_recorded(tensors[0]):
+    if is_traced(tensors[0]):
         return Decision(runs_own_forward=options.is_module)
     if torch.compiler.is_compiling():
         return _decided_anew(options, tensors, reference_only=True)
@@ -312,8 +312,8 @@ def _remembered(state: tuple[Any, ...], metas: tuple[Any, ...], kind: Any, *opti
 
 
 def _checked(options: Any, context: Context, metas: Any) -> Decision:
-    planned = options.plan(context, *metas)
-    return Decision(runs_own_forward=True) if planned is OWN_FORWARD else Decision(planned)
+    call = options.make_call(context, *metas)
+    return Decision(runs_own_forward=True) if call is OWN_FORWARD else Decision(call)
 
 
 def _decided_anew(options: Any, tensors: tuple[Any, ...], reference_only: bool) -> Decision:

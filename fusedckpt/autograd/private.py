@@ -180,7 +180,7 @@ def _plainly_below() -> Iterator[None]:
         yield
 
 
-# kernels of a block run in this context: below autograd, where a result that is a view of its own
+# kernels of a layer run in this context: below autograd, where a result that is a view of its own
 # could not be written in place by the caller, and autocast, which would cast GEMMs inside once more
 below: Callable[[], AbstractContextManager[Any]] = _plainly_below
 if None not in (_ExcludedKeys, _keys_below, _below_views, _no_autocast):
@@ -191,7 +191,7 @@ else:
     keeps_graph = _true
 
 # batches of gradients are made by torch.vmap, and by is_grads_batched=True with an older vmap: each
-# tells its batches, removes their dimension and adds it. Without them every backward of a block
+# tells its batches, removes their dimension and adds it. Without them every backward of a layer
 # runs its eager reference, which any vmap takes
 _VMAPS = [
     [_probe(path, None) for path in (f"_C._functorch.is_{kind}batchedtensor", *names)]

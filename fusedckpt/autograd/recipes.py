@@ -23,12 +23,13 @@ Autograd saves a `View` or a `Leaf` in place of a tensor.
 `index` tells where a tensor comes from: makers put results there (fused norms, the layers that
 `fuse` lets read them, and `tracker`: any function of a forward), and a reader saves a `View`.
 
-**How a chain runs in backward.** Autograd unpacks a `View`, which asks its source for a value. A
-`Made` reads its inputs, which may be results of other `Made`, and calls `again` with them; a value
-stays for the readers that this backward has left. So the functions of a chain run one by one, the
-deepest first. A kernel that computes several of them at once belongs in `KERNELS`: it gets the last
-`Made` of a chain, looks at `again` of it and of the sources of its `inputs`, reads the inputs of
-the whole chain, and returns the results, or None for a chain that it does not know.
+**How a sequence of recipes runs in backward.** Autograd unpacks a `View`, which asks its source for
+a value. A `Made` reads its inputs, which may be results of other `Made`, and calls `again` with
+them; a value stays for the readers that this backward has left. So the functions of a sequence run
+one by one, the deepest first. A kernel that computes several of them at once belongs in `KERNELS`:
+it gets the last `Made` of a sequence, looks at `again` of it and of the sources of its `inputs`,
+reads the inputs of the whole sequence, and returns the results, or None for a sequence that it does
+not know.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class Made:
         self.layouts: list[tuple[torch.Size, tuple[int, ...], torch.dtype]] = []
         for t in results:
             self.layouts.append((t.shape, t.stride(), t.dtype))
-        # the length of the longest chain that ends here
+        # the length of the longest sequence of recipes that ends here
         self.depth = 1
         for view in inputs:
             # leaves have none
@@ -199,7 +200,7 @@ class Made:
         return values[place]
 
     def _run(self) -> Sequence[Tensor]:
-        """Return new results: those of a kernel for the end of this chain, or of its function."""
+        """Return new results: of a kernel for the sequence that ends here, or of its function."""
         for kernel in KERNELS:
             results = kernel(self)
             if results is not None:
@@ -232,9 +233,9 @@ class Made:
 
 _READ = operator.methodcaller("read")
 
-# kernels for several functions of a chain. Each returns the results of a chain's last recipe, or
-# None. It tells each recipe whose results it passes over (`skip`), and reads each input of the
-# chain once; `expect` comes before a read that a recipe with readers left will repeat
+# kernels for several functions in sequence. Each returns the results of the last recipe, or None.
+# It tells each recipe whose results it passes over (`skip`), and reads each input of the
+# sequence once; `expect` comes before a read that a recipe with readers left will repeat
 KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
 
 

@@ -21,7 +21,7 @@ class Replay:
     """A call as a function of its tensors alone, under the autocast of the first call.
 
     It holds no tensor of that. args, kwargs: with holes for tensors; writes: the function
-    writes over its first tensor, which is a copy then. A kernel for chains knows the
+    writes over its first tensor, which is a copy then. A kernel for several functions knows the
     function by `func`.
     """
 

@@ -2,8 +2,8 @@
 
 A result has a recipe if each input of its function has one, is saved by now, or is small. So a sum
 `x + f(x)` is made again where both parts are saved anyway, and is saved itself where they are not.
-Recipes chain, up to a limit: a longer chain would hold many values at once in backward, so its
-value is saved, and ends the chain.
+A recipe may read the result of another one, up to a limit: a longer sequence would hold many values
+at once in backward, so its value is saved, and ends the sequence.
 
 Tensors are recognized by their storage and version: views need no recipe of their own, and a write
 ends a recipe. A tracker holds no tensor that autograd does not: after the forward only autograd's
@@ -32,7 +32,7 @@ from fusedckpt.autograd.private import (
 )
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, view_in
 
-# the longest chain of functions that backward runs again
+# the longest sequence of functions that backward runs again
 LIMIT = 12
 # of functions in a layer that saves recipes alone: a linear, and functions before it, count, too
 NO_LIMIT = 1 << 10
@@ -55,7 +55,7 @@ class Choice(NamedTuple):
     nbytes: int
     # the functions that make it again, the last one first; () if it is saved
     functions: tuple[str, ...]
-    # the functions that would make it again in a chain that was cut here; () for none
+    # the functions that would make it again in a sequence that was cut here; () for none
     cut: tuple[str, ...]
     # a number of the tensor's source, its own while the graph lives
     source: int
@@ -93,7 +93,7 @@ class Tracker:
     """Knows the sources of the storages that are alive during a forward.
 
     count: called with each tensor that is saved, for hooks that count saved tensors.
-    limit: the longest chain of functions.
+    limit: the longest sequence of functions.
     copies_parameters: whether code may write to parameters, or one may be whole in its module's
         forward and backward alone.
     is_whole: whether no module gathers its parameters for its call alone.
@@ -199,7 +199,7 @@ class Tracker:
 
     @contextmanager
     def unlimited(self, *, copies_parameters: bool, is_product: bool = False) -> Iterator[None]:
-        """Let functions called inside save recipes of any size, in chains of any length.
+        """Let functions called inside save recipes of any size, in sequences of any length.
 
         So a layer that saves recipes without a tracker saves the same ones with it.
         is_product: whether a GEMM makes the tensors: those that recipes stand for are noted, and

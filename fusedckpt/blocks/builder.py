@@ -1,7 +1,7 @@
 """Builds a call's program, step by step, with the layouts of parameters; names its linears.
 
-A layer's `plan` (programs.py, head.py, experts.py, gated_norm.py) makes a `Builder`, adds steps and
-ends with `build`.
+A layer's `make_call` (programs.py, head.py, experts.py, gated_norm.py) makes a `Builder`, adds
+steps and ends with `build`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedckpt.autograd.dispatch import Context, Operand
-from fusedckpt.blocks.call import BlockCall, Layout
+from fusedckpt.blocks.call import LayerCall, Layout
 from fusedckpt.blocks.operands import LinearNames, LinearParts, flat, with_values
 from fusedckpt.blocks.program import Program, ProgramStep
 from fusedckpt.blocks.steps import Dropout, Gemm, Norm
@@ -195,11 +195,11 @@ class Builder:
         fields: Any,
         casts: bool = False,
         **options: Any,
-    ) -> BlockCall:
+    ) -> LayerCall:
         """Return a call of the program that was built. Seeds are its last parameter.
 
         inputs: metas by name; results: names of values; fields: fields of the `Program`; casts:
-        whether x is cast to the dtype of the linears first; options: of the `BlockCall`.
+        whether x is cast to the dtype of the linears first; options: of the `LayerCall`.
         """
         if casts and inputs["x"].dtype != self.dtype:
             options["input_dtype"] = self.dtype
@@ -215,7 +215,7 @@ class Builder:
         options |= {"quantized_params": tuple(self.quantized_params), "num_seeds": self.num_seeds}
         options["is_unwatched"] = self.context.is_unwatched
         metas = (*inputs.values(), *self.metas)
-        return BlockCall(name, program, tuple(self.layouts), metas, **options)
+        return LayerCall(name, program, tuple(self.layouts), metas, **options)
 
 
 def flat_of(linears: Sequence[LinearParts]) -> list[Any]:

@@ -68,7 +68,7 @@ class Places(NamedTuple):
     params: tuple[int, ...]
 
 
-class SavePlan:
+class SaveSpec:
     """The tensors that a call saves for the gradients that may be wanted."""
 
     def __init__(
@@ -99,8 +99,8 @@ class SavePlan:
         self.constant = constant
 
 
-class BlockCall:
-    """A checked call, planned once for calls that are alike."""
+class LayerCall:
+    """A checked call, made once for calls that are alike."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class BlockCall:
         self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
         CALLS[self.key] = self
         # by the gradients that may be wanted, and a phase's levels
-        self.save_plans: dict[tuple[Flags, PhaseLevels | None], SavePlan] = {}
+        self.save_specs: dict[tuple[Flags, PhaseLevels | None], SaveSpec] = {}
         self._backward: dict[Any, Schedule] = {}
 
     def flags_of(self, level: str) -> Flags:
@@ -166,7 +166,7 @@ class BlockCall:
         count = len(self.program.gemm_outputs)
         return tuple([level == "preact" or (level == "gate" and i == 0) for i in range(count)])
 
-    def save_plan(self, needs: Flags, levels: PhaseLevels | None) -> SavePlan:
+    def save_spec(self, needs: Flags, levels: PhaseLevels | None) -> SaveSpec:
         """Plan the tensors to save, once; levels: a phase's, None for the call's own."""
         key = needs, levels
         has_beside = levels is None and bool(self.program.saved_beside)
@@ -174,10 +174,10 @@ class BlockCall:
             levels = PhaseLevels(self.level, self.level)
         elif self.level_in_checkpoint is not None:
             levels = PhaseLevels(self.level_in_checkpoint, self.level_in_checkpoint)
-        self.save_plans[key] = self._planned(needs, levels, has_beside)
-        return self.save_plans[key]
+        self.save_specs[key] = self._save_spec(needs, levels, has_beside)
+        return self.save_specs[key]
 
-    def _planned(self, needs: Flags, levels: PhaseLevels, has_beside: bool) -> SavePlan:
+    def _save_spec(self, needs: Flags, levels: PhaseLevels, has_beside: bool) -> SaveSpec:
         """Plan the tensors to save."""
         is_read = self._read_products(needs)
         counts = [a and b for a, b in zip(self.flags_of(levels.counted), is_read, strict=True)]
@@ -185,7 +185,7 @@ class BlockCall:
         forward = self.forward(tuple(computes))
         backward = self._with(needs, tuple(counts), has_beside)
         places = self._places(forward, backward)
-        return SavePlan(
+        return SaveSpec(
             forward,
             places,
             self._products(forward, is_read),
@@ -286,4 +286,4 @@ class BlockCall:
 
 
 # by key; a call lives as long as one may be run again
-CALLS: WeakValueDictionary[str, BlockCall] = WeakValueDictionary()
+CALLS: WeakValueDictionary[str, LayerCall] = WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""A block under torch.compile: its eager reference, which saves only tensors of its level.
+"""A layer under torch.compile: its eager reference, which saves only tensors of its level.
 
 The reference runs in torch's checkpoint, which torch.compile traces; a policy saves the GEMM
 outputs that the level names. "inputs" needs none, so that inside an outer compiled checkpoint it
@@ -141,7 +141,7 @@ for _key, _made in [("norm", _NORM_CONTEXTS), *_CONTEXTS.items()]:
 
 
 def run(fn: Callable[..., Any], saved: tuple[int, ...], *args: Any) -> Any:
-    """Run a block's reference; saved: the numbers of the GEMMs with saved outputs."""
+    """Run a layer's reference; saved: the numbers of the GEMMs with saved outputs."""
     if not _saves():
         return fn(*args)
     if not saved:
@@ -154,8 +154,8 @@ def run_norm(fn: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
     Backward recomputes its result for every reader.
     """
-    is_traced = torch.compiler.is_compiling() and not eager.forced.is_on
-    if not is_traced or dispatch.is_recorded(tensors[0]) or not dispatch.are_plain(*tensors):
+    is_compiling = torch.compiler.is_compiling() and not eager.forced.is_on
+    if not is_compiling or dispatch.is_traced(tensors[0]) or not dispatch.are_plain(*tensors):
         return fn(*tensors)
     if not _saves():
         return fn(*tensors)

@@ -1,4 +1,4 @@
-"""The schedules of a block, derived from its program, the wanted gradients and the saved tensors.
+"""The schedules of a layer, derived from its program, the wanted gradients and the saved tensors.
 
 For the backward the steps are walked back, each by its passes over memory (program.py, which also
 explains slots); values that are not saved are recomputed. Rules that involve more than one step

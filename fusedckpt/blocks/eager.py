@@ -49,7 +49,7 @@ def draw_seeds(x: Tensor, count: int) -> Tensor | None:
 
     Torch's draws where a program is recorded or compiled, and under torch.func.
     """
-    if not count or torch.compiler.is_compiling() or dispatch.is_recorded(x):
+    if not count or torch.compiler.is_compiling() or dispatch.is_traced(x):
         return None
     if private.are_transforms_active() or not dispatch.are_plain(x):
         return None

@@ -75,14 +75,14 @@ class ExpertOptions(NamedTuple):
         """Return gating and save level; refuse invalid options."""
         level = levels.level_of(self.caller, self.save, override, self.default, levels.LEVELS)
         arguments.flag(self.caller, "is_transposed", self.is_transposed)
-        validate.check_block_options(self.caller, False, self.chunks)
+        validate.check_layer_options(self.caller, False, self.chunks)
         if not isinstance(self.gating, ClampedSwiGLU):
             return validate.activation(self.caller, self.gating), level
         for key in ("alpha", "limit", "offset"):
             arguments.number(self.caller, f"activation.{key}", getattr(self.gating, key))
         return self.gating, level
 
-    def plan(self, context: Context, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
+    def make_call(self, context: Context, x: Any, index: Any, scores: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         gating, level = self.check(context.level)
         linears = self.linears.of(metas)

@@ -82,7 +82,7 @@ def eager_gated_norm(rule: GatedNormRule, x: Tensor, gate: Tensor, weight: Any) 
 class GatedNormOptions(NamedTuple):
     """The options of a norm with a gate; see `functional.gated_rms_norm`."""
 
-    # one size, as it was given; checked by `plan`, as are all options
+    # one size, as it was given; checked by `make_call`, as are all options
     normalized_shape: Any
     # None for the default
     eps: Any
@@ -134,7 +134,7 @@ class GatedNormOptions(NamedTuple):
         rule = self.rule(x.dtype, self.check(None, weight))
         return compiled.run_norm(partial(eager_gated_norm, rule, weight=weight), x, gate)
 
-    def plan(self, context: Context, *metas: Any) -> Any:
+    def make_call(self, context: Context, *metas: Any) -> Any:
         """Refuse arguments that do not fit; return None where only eager may run."""
         x, gate, weight = metas
         name = self.name

@@ -121,7 +121,7 @@ class HeadOptions(NamedTuple):
         """Return the number of the GEMM that makes the logits, where they are saved."""
         return (0,) if self.check(levels.override.level) == "preact" else ()
 
-    def plan(self, context: Context, x: Any, target: Any, *metas: Any) -> Any:
+    def make_call(self, context: Context, x: Any, target: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         level = self.check(context.level)
         name = self.name

@@ -1,16 +1,16 @@
-"""The protocol of a layer: a record of options, which plans a call from its tensors' shapes.
+"""The protocol of a layer: a record of options, which makes a call from its tensors' shapes.
 
-Read this first. Five records are layers: `programs.BlockOptions` (linears with a norm before them,
+Read this first. Five records are layers: `programs.LinearOptions` (linears with a norm before them,
 and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` and
 `gated_norm.GatedNormOptions`, which have no linears. The path of a call:
 
-    run_layer(layer, x, between, linears)         block.py: eager, compiled, or
+    run_layer(layer, x, between, linears)         layer_function.py: eager, compiled, or
         dispatch.decide(layer, x, ...)            the decision, remembered for equal records
-            layer.plan(context, *metas)           the program of its steps, checked
+            layer.make_call(context, *metas)      the program of its steps, checked
         apply(call, phase, x, ...)                autograd's Function runs its schedules
 
 A decision is remembered for equal records, so a record holds all that a decision depends on, and
-nothing that cannot be hashed. `plan`, `check` and `operands` are those of `dispatch.Decided`.
+nothing that cannot be hashed. `make_call`, `check` and `operands` are those of `dispatch.Decided`.
 
 Words of the files that follow: a value is the output of a step, by its name; a parameter has a
 number; a product is a GEMM's output, which a save level may save; a schedule is the kernel calls of
@@ -29,7 +29,7 @@ Pairs = Sequence[tuple[Any, Any]]
 
 
 class Layer(Decided, Protocol):
-    """A layer, as `block.run_layer` runs it."""
+    """A layer, as `layer_function.run_layer` runs it."""
 
     @property
     def linears(self) -> Any:

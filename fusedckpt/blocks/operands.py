@@ -19,7 +19,7 @@ _AUTOCASTS_RMS = torch.__version__ >= "2.12"
 
 
 class NormSpec(NamedTuple):
-    """The norm of a block, over the last dimension of its input.
+    """The norm of a layer, over the last dimension of its input.
 
     `NormOptions` are the options of a norm that is called by itself; the kernels get a `NormRule`.
     """

@@ -1,4 +1,4 @@
-"""A block's forward and backward as a pair of torch ops, for code that watches ops.
+"""A layer's forward and backward as a pair of torch ops, for code that watches ops.
 
 The ops take a call by its key, a description by which the process that made the call finds it.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.backward import define
 from fusedckpt.blocks import run
-from fusedckpt.blocks.call import CALLS, BlockCall
+from fusedckpt.blocks.call import CALLS, LayerCall
 from fusedckpt.blocks.writer import Flags, Schedule
 
 # of the empty tensor in place of a gradient that is not wanted, or to which no result led: an op
@@ -22,13 +22,13 @@ from fusedckpt.blocks.writer import Flags, Schedule
 ABSENT_DIMS = 7
 
 
-def forward_op(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
+def forward_op(call: LayerCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Run `run.forward` as one op."""
     return _forward_op(list(tensors), call.key, code.results[len(call.program.results) :])
 
 
 def backward_op(
-    call: BlockCall,
+    call: LayerCall,
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
@@ -52,12 +52,12 @@ def backward_op(
     return grads
 
 
-def given_names(call: BlockCall) -> tuple[Any, ...]:
+def given_names(call: LayerCall) -> tuple[Any, ...]:
     """Return the names of the tensors, products apart, that the op of a backward is given."""
     return (*call.names, *call.program.saved_results, *call.program.saved_beside)
 
 
-def _forward_code(call: BlockCall, products: Sequence[str]) -> Schedule:
+def _forward_code(call: LayerCall, products: Sequence[str]) -> Schedule:
     return call.forward(tuple([name in products for name in call.program.gemm_outputs]))
 
 
@@ -73,7 +73,7 @@ def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Ten
     return [x.new_empty(call.shape(x.shape, width), dtype=dtype) for width, dtype in sizes]
 
 
-def _flops(call: BlockCall, code: Schedule) -> int:
+def _flops(call: LayerCall, code: Schedule) -> int:
     rows = math.prod(call.metas[0].shape[:-1])
     weights = call.metas[call.num_inputs :]
     return 2 * rows * sum(call.program.macs(weights[number].shape) for number in code.gemms)
@@ -84,7 +84,7 @@ def _flops_forward(tensors: Any, key: str, products: Any, **_: Any) -> int:
 
 
 def _backward_code(
-    call: BlockCall, dys: Sequence[Any], products: Any, saved: Sequence[Any], wanted: Any
+    call: LayerCall, dys: Sequence[Any], products: Any, saved: Sequence[Any], wanted: Any
 ) -> Schedule:
     flags = [name in products for name in call.program.gemm_outputs]
     has_beside = call.has_beside(dict(zip(given_names(call), saved, strict=True)))

@@ -1,4 +1,4 @@
-"""A block as a program: steps over named values, and the passes that differentiate them.
+"""A layer as a program: steps over named values, and the passes that differentiate them.
 
 A step computes one value from values and parameters. Its backward is a list of passes over memory;
 a pass gives gradients of slots: "r0", "r1" are the values that the step reads, "p0", "p1" its

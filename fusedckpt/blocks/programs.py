@@ -1,7 +1,7 @@
 """The programs of every layer, and the checks of its calls.
 
-A layer's options are a record without tensors. `plan` makes a `BlockCall` of them and of the shapes
-and dtypes of a call's tensors; `dispatch.decide` remembers it for calls that are alike.
+A layer's options are a record without tensors. `make_call` makes a `LayerCall` of them and of the
+shapes and dtypes of a call's tensors; `dispatch.decide` remembers it for calls that are alike.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VARIANTS = {"linear_act": "fused", "mlp": "hybrid", "gated_mlp": "hybrid"}
 COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 
 
-class BlockOptions(NamedTuple):
+class LinearOptions(NamedTuple):
     """The options of a call of linears, with the steps before and after them.
 
     linear_act, norm_linear: x -> norm -> linears -> activation
@@ -75,7 +75,7 @@ class BlockOptions(NamedTuple):
 
     @property
     def num_seeds(self) -> int:
-        """How many seeds the block's own dropouts have."""
+        """How many seeds the layer's own dropouts have."""
         return (self.dropout > 0) + (self.output_dropout > 0)
 
     @property
@@ -95,7 +95,7 @@ class BlockOptions(NamedTuple):
         function = self.linears.function
         level = levels.level_of(caller, self.save, override, self.default, LEVELS_OF[function])
         activation = validate.activation(caller, self.activation)
-        validate.check_block_options(caller, self.residual, self.chunks)
+        validate.check_layer_options(caller, self.residual, self.chunks)
         for key in ("dropout", "output_dropout"):
             arguments.probability(caller, key, getattr(self, key))
         if self.kernel is not None:
@@ -152,7 +152,7 @@ class BlockOptions(NamedTuple):
             return ()
         return (0, 1 + 2 * adapters[0]) if level == "preact" and len(adapters) > 2 else (0,)
 
-    def plan(self, context: Context, x: Any, *metas: Any) -> Any:
+    def make_call(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse a call with parts that do not fit; return None where only eager may run."""
         activation, level = self.check(context.level)
         name = self.name
@@ -221,7 +221,7 @@ class BlockOptions(NamedTuple):
         has_last = self.linears.last is not None
         function = self.linears.function
         if spec is not None:
-            # a block's sums may add up over chunks
+            # a layer's sums may add up over chunks
             sums = None if has_last else sums_dtype(x, spec.weight, spec.bias)
             op = Norm(norm_rule_of(spec, x.dtype), b.dtype, sums, kernel_of_norm(x, b.dtype))
             read = b.norm(op, spec.weight, spec.bias)
@@ -254,7 +254,7 @@ class BlockOptions(NamedTuple):
         return {"results": results, "fields": fields, "adds_residual_outside": is_added_after}
 
     def _chunks(self, b: Builder, x: Meta, last: Sequence[int]) -> int:
-        """Return into how many chunks a block cuts its rows."""
+        """Return into how many chunks a layer cuts its rows."""
         if self.linears.last is None:
             return 1
         num = 2 if self.linears.function == "mlp" else 3
@@ -285,7 +285,7 @@ class NormOptions(NamedTuple):
     name: str
     # "rms" or "layer"
     kind: str
-    # as it was given; checked by `plan`
+    # as it was given; checked by `make_call`
     normalized_shape: Any
     # None for the default
     eps: float | None
@@ -319,7 +319,7 @@ class NormOptions(NamedTuple):
         """Return the results by torch's own ops; between: a residual, weight and bias."""
         *residuals, weight, bias = between
         shape = self.normalized_shape
-        if not dispatch.is_recorded(x):
+        if not dispatch.is_traced(x):
             # torch's own takes no numbers of numpy
             shape = validate.normalized_shape(self.name, shape)
         total = x + residuals[0] if residuals else x
@@ -327,7 +327,7 @@ class NormOptions(NamedTuple):
         y = compiled.run_norm(norm, total)
         return (y, total) if residuals else y
 
-    def plan(self, context: Context, x: Any, *metas: Any) -> Any:
+    def make_call(self, context: Context, x: Any, *metas: Any) -> Any:
         """Refuse arguments that the eager norm would refuse."""
         *residuals, weight, bias = metas
         name = self.name

@@ -1,7 +1,7 @@
-"""A block that reads a tensor with a recipe saves the recipe in its place.
+"""A layer that reads a tensor with a recipe saves the recipe in its place.
 
-A fused norm saves its input x anyway, so a block that reads its result n saves the recipe of n:
-the norm of x. Hooks on the block's saved tensor replace n, so gradients of any order, hooks on n
+A fused norm saves its input x anyway, so a layer that reads its result n saves the recipe of n:
+the norm of x. Hooks on the layer's saved tensor replace n, so gradients of any order, hooks on n
 and other readers of n are unchanged. A write that raises no version, as through `.data`, is an
 error of backward where 64 elements show it; `autograd.next_call` tells where none can have
 happened. A write behind the last reader is not seen.
@@ -23,7 +23,7 @@ from fusedckpt.autograd.phases import with_own_hooks
 from fusedckpt.autograd.recipes import Count, Made, View, cast
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
-from fusedckpt.blocks.call import BlockCall
+from fusedckpt.blocks.call import LayerCall
 from fusedckpt.kernels.norm import NormRule
 
 # the makers of results that blocks, and norms, save recipes of: a module that backward runs again
@@ -79,14 +79,14 @@ def rule_of_recipe(made: Made) -> tuple[NormRule, Sequence[bool]] | None:
 def apply_with_view(
     tracker: Tracker | None,
     function: Callable[..., Any],
-    call: BlockCall,
+    call: LayerCall,
     x: Tensor,
     read: Tensor,
     tensors: Sequence[Any],
 ) -> Any:
-    """Run a block on `read`, which is x in its compute dtype; save the recipe of x, if any.
+    """Run a layer on `read`, which is x in its compute dtype; save the recipe of x, if any.
 
-    tracker: of the forward, if it has one: the block's saved inputs are noted there, and a norm's
+    tracker: of the forward, if it has one: the layer's saved inputs are noted there, and a norm's
     result.
     """
     makers = _MAKERS[call.is_norm] if call.shares or call.is_norm else ()
@@ -107,7 +107,7 @@ def apply_with_view(
 
 
 def _saving(view: View, run: Callable[[], Any], count: Count) -> Any:
-    """Run a block; save a view in place of its first input. count: a hook that counts the rest."""
+    """Run a layer; save a view in place of its first input. count: a hook that counts the rest."""
     y = run()
     if y.grad_fn is None:
         return y
@@ -123,8 +123,8 @@ def _saving(view: View, run: Callable[[], Any], count: Count) -> Any:
     return y
 
 
-def _note(tracker: Tracker, call: BlockCall, inputs: Sequence[Any], y: Any, first: int) -> None:
-    """Note the inputs that a block has saved, but for one with a recipe, and a norm's result."""
+def _note(tracker: Tracker, call: LayerCall, inputs: Sequence[Any], y: Any, first: int) -> None:
+    """Note the inputs that a layer has saved, but for one with a recipe, and a norm's result."""
     if not isinstance(y, Tensor) or y.grad_fn is None:
         return
     node: Any = y.grad_fn

@@ -1,4 +1,4 @@
-"""A block's schedules at work, on tensors of any shape, one chunk of rows after another."""
+"""A layer's schedules at work, on tensors of any shape, one chunk of rows after another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedckpt.autograd.private import below
-from fusedckpt.blocks.call import BlockCall
+from fusedckpt.blocks.call import LayerCall
 from fusedckpt.blocks.late import computed
 from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_matrix
@@ -50,7 +50,7 @@ def row_chunks(rows: int, chunks: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]
 
 
-def forward(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
+def forward(call: LayerCall, code: Schedule, tensors: Sequence[Any]) -> list[Tensor]:
     """Return the results of inputs and parameters, then the products that the schedule gives."""
     x = tensors[0]
     operands = dict(zip(call.names, tensors, strict=True))
@@ -72,7 +72,7 @@ def forward(call: BlockCall, code: Schedule, tensors: Sequence[Any]) -> list[Ten
 
 
 def backward(
-    call: BlockCall,
+    call: LayerCall,
     wanted: Flags,
     dys: Sequence[Tensor | None],
     like: Tensor,
@@ -109,7 +109,7 @@ def backward(
 
 
 def _arguments(
-    call: BlockCall,
+    call: LayerCall,
     code: Schedule,
     operands: Mapping[Any, Any],
     dys: Sequence[Tensor | None] = (),
@@ -147,7 +147,7 @@ def _cut(code: Schedule, args: Sequence[Any], rows: slice) -> Iterator[Any]:
 
 
 def _backward_in_chunks(
-    call: BlockCall, code: Schedule, args: list[Any], num_rows: int
+    call: LayerCall, code: Schedule, args: list[Any], num_rows: int
 ) -> list[Tensor | None]:
     """Return the gradients of inputs, on rows; and of parameters, summed over chunks."""
     count = call.num_inputs
@@ -172,7 +172,7 @@ def _backward_in_chunks(
 
 
 def _shaped(
-    call: BlockCall, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
+    call: LayerCall, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
     """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
     # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
@@ -185,7 +185,7 @@ def _shaped(
     return grads
 
 
-def _in_shape(call: BlockCall, rows: Tensor, like: Tensor) -> Tensor:
+def _in_shape(call: LayerCall, rows: Tensor, like: Tensor) -> Tensor:
     """Return rows in the shape of a result or gradient beside one that is `like`."""
     if call.num_dims > 1 or rows.shape[1] == like.shape[-1]:
         # a third of the time of a view by sizes

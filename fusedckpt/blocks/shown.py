@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fusedckpt.autograd.private import pytree, raw_saved
 from fusedckpt.autograd.recipes import View
-from fusedckpt.blocks.call import BlockCall
+from fusedckpt.blocks.call import LayerCall
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
     with torch.enable_grad():
         result = fn(*args, **kwargs)
     nodes = [t.grad_fn for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-    layers = [_layer_of(node) for node in _blocks_before(nodes)]
+    layers = [_layer_of(node) for node in _layers_before(nodes)]
     if not layers:
         raise ValueError(
             "explain: fn must return the result of a fused layer of which an input or a weight "
@@ -96,14 +96,14 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> CallSchedules:
     return CallSchedules(tuple(layers))
 
 
-def _blocks_before(nodes: list[Any]) -> Iterator[Any]:
+def _layers_before(nodes: list[Any]) -> Iterator[Any]:
     """Yield the nodes of the fused layers that lead to nodes, in the order of their forwards."""
     seen: set[Any] = set()
     stack = [(node, False) for node in reversed(nodes) if node is not None]
     while stack:
         node, is_done = stack.pop()
         if is_done:
-            if isinstance(getattr(node, "call", None), BlockCall):
+            if isinstance(getattr(node, "call", None), LayerCall):
                 yield node
         elif node not in seen:
             seen.add(node)
@@ -142,7 +142,7 @@ def _recipes_of(node: Any) -> tuple[str, ...]:
     return tuple([name for name, tensor in pairs if isinstance(tensor.data, View)])
 
 
-def _bytes_of(call: BlockCall, name: str) -> int:
+def _bytes_of(call: LayerCall, name: str) -> int:
     """Return the bytes of a value: of the row dimensions of the call, and of its own features."""
     if name in call.program.inputs:
         meta = call.metas[call.program.inputs.index(name)]

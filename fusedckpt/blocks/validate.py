@@ -244,8 +244,8 @@ def norm_dtype(
     return output_dtype(spec, x, spec.weight, context.autocast)
 
 
-def check_block_options(name: str, residual: Any, chunks: Any) -> None:
-    """Refuse options of an MLP block."""
+def check_layer_options(name: str, residual: Any, chunks: Any) -> None:
+    """Refuse options of an MLP."""
     flag(name, "residual", residual)
     if chunks is not None:
         integer(name, "chunks", chunks, 1)

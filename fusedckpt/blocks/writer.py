@@ -174,7 +174,7 @@ class Writer:
     def write_into_buffer(self, name: str) -> None:
         """Write the rows of a result into the tensor of all rows.
 
-        The call that made its memory writes there: the end of a chain of results that are written
+        The call that made its memory writes there: the last of the results that are written
         over one another. A call that cannot is followed by a copy.
         """
         node: Any = self.nodes[name]

@@ -333,7 +333,7 @@ class Trace:
         self.may_differ = options.rounds
         # whether a recompute runs only when, and as far as, backward needs it
         self.stops = options.early_stop and not options.debug
-        # the calls of the segment, one unless it is a chain's
+        # the calls of the segment, one unless it is a `MultiCallSegment`
         self.calls: list[Call] = []
         # whether the last call has returned
         self.is_complete = False
@@ -348,7 +348,7 @@ class Trace:
         # places of the outputs that were saved behind all other tensors
         self.outputs: list[int] = []
         # the calls of regions
-        self.records: list[Any] = []
+        self.region_calls: list[Any] = []
         # the places of tensors of regions, which stay saved and no recompute brings back
         self.staying: set[int] = set()
         # elements of the tensors that were dropped

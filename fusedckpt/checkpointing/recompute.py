@@ -24,7 +24,7 @@ from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, stale
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import RecomputedCall
-from fusedckpt.checkpointing.regions import CheckpointPhase, Record
+from fusedckpt.checkpointing.regions import CheckpointPhase, RegionCall
 from fusedckpt.checkpointing.rounded import RoundedArgument
 from fusedckpt.checkpointing.samples import Pair, name_of
 from fusedckpt.checkpointing.stateful import advice_for
@@ -145,9 +145,9 @@ class Recompute(CheckpointPhase):
         self._keeps = keeps
         self._compares = segment.options.determinism_check == "default"
         self.may_differ = segment.may_differ
-        self.records = list[Record]()
-        self._met = iter(segment.records)
-        self._names = {record.name for record in segment.records}
+        self.region_calls = list[RegionCall]()
+        self._met = iter(segment.region_calls)
+        self._names = {region_call.name for region_call in segment.region_calls}
         # a checkpoint around may have asked for them
         self.patterns = segment.options.save_regions or tuple(self._names)
         # GEMM outputs of fused layers, by the places of their slots
@@ -187,7 +187,7 @@ class Recompute(CheckpointPhase):
         self.values = ahead.values
         self.products = ahead.products
         self.pairs = ahead.pairs
-        del self._segment, self._progress, self._lent, self.records, self._met
+        del self._segment, self._progress, self._lent, self.region_calls, self._met
 
     def run(self) -> None:
         """Make the calls of the segment again, up to the last tensor that is wanted."""
@@ -215,7 +215,7 @@ class Recompute(CheckpointPhase):
             progress.accept_writes()
             # this lives until the end of the backward; arguments, called functions and outputs of
             # regions do not
-            del self._segment, self._progress, self._lent, self.records, self._met
+            del self._segment, self._progress, self._lent, self.region_calls, self._met
         self._check(segment, progress, run)
         if self._samples is not None:
             self.pairs = segment.samples.pairs(self._samples)
@@ -344,21 +344,21 @@ class Recompute(CheckpointPhase):
         """Whether the forward saved regions of this name."""
         return name in self._names
 
-    def meet(self, name: str) -> Record:
-        """Return the record of the region that the recompute has come to."""
-        record = next(self._met, None)
-        if record is None or record.name != name:
+    def meet(self, name: str) -> RegionCall:
+        """Return the call of the region that the recompute has come to."""
+        region_call = next(self._met, None)
+        if region_call is None or region_call.name != name:
+            last = "none" if region_call is None else repr(region_call.name)
             raise CheckpointError(
                 f"checkpoint: the recompute calls a region {name!r}, where the forward called "
-                f"{'none' if record is None else repr(record.name)}. The function must do the "
-                "same each time it is called"
+                f"{last}. The function must do the same each time it is called"
             )
-        self.records.append(record)
-        return record
+        self.region_calls.append(region_call)
+        return region_call
 
-    def skip(self, record: Record, inputs: Sequence[Tensor]) -> None:
+    def skip(self, region_call: RegionCall, inputs: Sequence[Tensor]) -> None:
         """Take the tensors derived from a region's inputs; end where they are the last."""
-        for derived in record.derived:
+        for derived in region_call.derived:
             if derived is None:
                 self._progress.count += 1
             else:

@@ -49,7 +49,7 @@ _STOCK = (
 )
 
 
-class Record(NamedTuple):
+class RegionCall(NamedTuple):
     """A call of a region in a forward."""
 
     # the name of the region
@@ -81,7 +81,7 @@ class CheckpointPhase(SavePhase):
     # the phase in which it runs
     enclosing: SavePhase | None = None
     # the regions that were called, in the order of their calls
-    records: list[Record]
+    region_calls: list[RegionCall]
     # the places of tensors that stay saved, and no recompute brings back
     staying: set[int]
     # elements of the tensors that were dropped, by which a recompute is compared
@@ -113,10 +113,10 @@ class CheckpointPhase(SavePhase):
         """Return the states now of the generators that a recompute restores."""
         return None
 
-    def meet(self, name: str) -> Record | None:
-        """Return the record of the region that a recompute has come to, None in a forward."""
+    def meet(self, name: str) -> RegionCall | None:
+        """Return the call of the region that a recompute has come to, None in a forward."""
 
-    def skip(self, record: Record, inputs: Sequence[Tensor]) -> None:
+    def skip(self, region_call: RegionCall, inputs: Sequence[Tensor]) -> None:
         """Take from the inputs of a region the tensors that are derived from them."""
 
 
@@ -169,7 +169,7 @@ class _FirstRun(_RegionPhase):
             self._provisional.append(Provisional(packed, value, tensor._version))
         return packed
 
-    def record(self, name: str, result: Any, checkpoints: list[CheckpointPhase]) -> Record:
+    def region_call(self, name: str, result: Any, checkpoints: list[CheckpointPhase]) -> RegionCall:
         """Save provisional tensors and the result, as arguments are outside of checkpoints.
 
         Nothing is saved where the tensors are too large, or an input or a saved tensor was written.
@@ -185,7 +185,7 @@ class _FirstRun(_RegionPhase):
             if packed.source is None:
                 unsaved.append(tensor)
         if is_written or nbytes_of([*unsaved, *outputs]) > MOST_TIMES_OUTPUT * nbytes_of(outputs):
-            return Record(name)
+            return RegionCall(name)
         is_late = all(phase.late is not None for phase in checkpoints)
         outermost = checkpoints[-1]
         save = LateArgument if is_late else outermost.save_exactly
@@ -199,7 +199,7 @@ class _FirstRun(_RegionPhase):
                 phase.late += [(x, enclosing) for x in saved if isinstance(x, LateArgument)]
         self._checkpoint.staying.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        return Record(name, self._derived, [*zip(saved, needs, strict=True)], spec)
+        return RegionCall(name, self._derived, [*zip(saved, needs, strict=True)], spec)
 
     def end(self) -> None:
         """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
@@ -311,12 +311,12 @@ def _call_in(checkpoints: list[CheckpointPhase], fn: Any, name: str, args: Any, 
     inputs = tensors_among((*args, *kwargs.values()))
     call = partial(fn, *args, **kwargs)
     top = checkpoints[0]
-    met = [record for phase in checkpoints if (record := phase.meet(name)) is not None]
+    met = [region_call for phase in checkpoints if (region_call := phase.meet(name)) is not None]
     if not met:
         return _run(call, name, checkpoints, _FirstRun(top, inputs))
     for phase in checkpoints:
         if not phase.recomputes:
-            phase.records.append(met[0])
+            phase.region_calls.append(met[0])
     if met[0].outputs is None:
         with saved_tensors_hooks(phases.pack_hook(_RegionPhase(top)), top.unpack):
             return call()
@@ -348,36 +348,38 @@ def _run(
     call: Callable[[], Any], name: str, checkpoints: list[CheckpointPhase], inside: _FirstRun
 ) -> Any:
     """Call a region for the first time."""
-    record = Record(name)
+    region_call = RegionCall(name)
     try:
         with saved_tensors_hooks(phases.pack_hook(inside), checkpoints[0].unpack):
             result = call()
-        record = inside.record(name, result, checkpoints)
+        region_call = inside.region_call(name, result, checkpoints)
         states = [phase.random_states() for phase in checkpoints]
-        record = record._replace(states=[x for x in states if x is not None])
+        region_call = region_call._replace(states=[x for x in states if x is not None])
     finally:
-        if record.outputs is None:
+        if region_call.outputs is None:
             inside.sample()
         inside.end()
         # a region that raised raises again
         for phase in checkpoints:
-            phase.records.append(record)
+            phase.region_calls.append(region_call)
     return result
 
 
-def _result(record: Record, inputs: Sequence[Tensor]) -> Any:
+def _result(region_call: RegionCall, inputs: Sequence[Tensor]) -> Any:
     """Return a region's result in a recompute."""
-    outputs = record.outputs or ()
+    outputs = region_call.outputs or ()
     leaves = [x.tensor() if isinstance(x, Argument) else x for x, _ in outputs]
     needed = [i for i, (_, needs_grad) in enumerate(outputs) if needs_grad]
     if needed:
         anchors = inputs if any(x.requires_grad for x in inputs) else [_ANCHOR]
-        made = _Skipped.apply(record.name, [leaves[i] for i in needed], *anchors)
+        made = _Skipped.apply(region_call.name, [leaves[i] for i in needed], *anchors)
         for i, x in zip(needed, made, strict=True):
             leaves[i] = x
-    for states in record.states:
+    for states in region_call.states:
         states.restore()
-    return leaves[0] if record.spec is None else pytree.tree_unflatten(leaves, record.spec)
+    return (
+        leaves[0] if region_call.spec is None else pytree.tree_unflatten(leaves, region_call.spec)
+    )
 
 
 class _Skipped(torch.autograd.Function):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd.private import storage_key
+from fusedckpt.checkpointing.call_sequence import MultiCallSegment
 from fusedckpt.checkpointing.calls import Argument, Options
-from fusedckpt.checkpointing.chain import ChainedSegment
 from fusedckpt.checkpointing.determinism import Note, Results, note_of, same_note
 from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.written_buffers import is_state
@@ -21,7 +21,7 @@ NOT_THE_SAME = "a second run of its forward gives other results"
 _OVERWRITTEN = "later code of the step modifies its input"
 
 
-class RepeatCheck(ChainedSegment):
+class RepeatCheck(MultiCallSegment):
     """The first run of a call, which notes the tensors that it saves and returns.
 
     On a CPU it notes checksums of their bits; on other devices copies of the outputs alone, as

@@ -1,4 +1,4 @@
-"""A chain of functions, checkpointed in segments: `checkpoint_sequential`.
+"""Functions in sequence, checkpointed in segments: `checkpoint_sequential`.
 
 Where segments start is given, or chosen by a rule from measured sizes.
 """
@@ -105,7 +105,7 @@ def _run(parts: Sequence[Any], spans: Sequence[Span], options: dict[str, Any], i
             continue
         if within is not None and within != OFFLOADED:
             with within():
-                input = _chain(parts[start:stop], input)
+                input = _run_in_order(parts[start:stop], input)
             continue
         segment_options = options if within is None else {**options, "offload": True}
         while start < stop:
@@ -142,9 +142,9 @@ class _Stretch:
         segment = None if is_plain_call() else phases.current()
         if not isinstance(segment, Segment):
             # in the recompute as in the forward
-            return _chain(self.functions[: self.count], input)
+            return _run_in_order(self.functions[: self.count], input)
         arguments = _tensors(input)
-        # a tensor that needs no gradient may go through the whole chain, as masks do
+        # a tensor that needs no gradient may go through all functions, as masks do
         followed = {storage_of(x) for x in arguments if x.requires_grad}
         followed = followed or {*map(storage_of, arguments)}
         versions = versions_of(*arguments)
@@ -162,7 +162,7 @@ class _Stretch:
         return input
 
 
-def _chain(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
+def _run_in_order(functions: Sequence[Callable[..., Any]], input: Any) -> Any:
     for function in functions:
         input = function(input)
     return input
@@ -177,7 +177,7 @@ def _spans(functions: list[Any], segments: Any, input: Any) -> tuple[list[Any], 
     first = measured_starts(rule, functions, input) if rule else given_starts(segments, count)
     stretches = list(pairwise([*first, count]))
     if rule is possible_starts:
-        parts = [partial(_chain, functions[a:b]) for a, b in stretches]
+        parts = [partial(_run_in_order, functions[a:b]) for a, b in stretches]
         return parts, halves(len(parts))
     return functions, [(a, b, None) for a, b in stretches]
 
@@ -197,7 +197,7 @@ def given_starts(segments: Any, count: int) -> list[int]:
     )
 
 
-class ChainSizes(NamedTuple):
+class FunctionBytes(NamedTuple):
     """Bytes by function."""
 
     # saved of its input
@@ -209,10 +209,10 @@ class ChainSizes(NamedTuple):
     inputs: list[float]
 
 
-def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSizes:
+def function_bytes(functions: Sequence[Callable[..., Any]], input: Any) -> FunctionBytes:
     """Run each function once, as if it had not run, and return the bytes autograd saves for it."""
     parameters = [p for f in functions if isinstance(f, nn.Module) for p in f.parameters()]
-    sizes = ChainSizes([], [], [sum(_storages(input).values())])
+    sizes = FunctionBytes([], [], [sum(_storages(input).values())])
     # bytes that the function before saved of its output
     saved_before = 0
     # the first function whose input has the memory of the present input
@@ -240,7 +240,7 @@ def chain_sizes(functions: Sequence[Callable[..., Any]], input: Any) -> ChainSiz
     return sizes
 
 
-Rule = Callable[[ChainSizes], list[int]]
+Rule = Callable[[FunctionBytes], list[int]]
 # starts by rule, and by functions and their training modes
 _known: dict[Any, list[int]] = {}
 
@@ -257,12 +257,12 @@ def measured_starts(rule: Rule, functions: Sequence[Callable[..., Any]], input: 
         starts = _known.get(key)
     except TypeError:
         # a function that has no hash or no weak reference is not known again
-        return rule(chain_sizes(functions, input))
+        return rule(function_bytes(functions, input))
     if starts is None:
         if len(_known) > 1000:
             # by functions that are made anew for each call
             _known.clear()
-        starts = _known[key] = rule(chain_sizes(functions, input))
+        starts = _known[key] = rule(function_bytes(functions, input))
     return starts
 
 
@@ -271,12 +271,12 @@ def _reference(function: Any) -> weakref.ref[Any]:
     return (weakref.WeakMethod if inspect.ismethod(function) else weakref.ref)(function)
 
 
-def possible_starts(sizes: ChainSizes) -> list[int]:
+def possible_starts(sizes: FunctionBytes) -> list[int]:
     """Return where segments can start."""
     return [0, *(i for i in range(1, len(sizes.saved_inside)) if sizes.inputs[i] < math.inf)]
 
 
-def least_starts(sizes: ChainSizes) -> list[int]:
+def least_starts(sizes: FunctionBytes) -> list[int]:
     """Return the starts with the least sum of the segments' inputs and of the largest segment."""
     # a segment saves ends[stop] - begins[start] bytes: its own input is one of the segments' inputs
     ends = np.cumsum([0, *map(sum, zip(sizes.saved_inputs, sizes.saved_inside, strict=True))])
@@ -291,7 +291,7 @@ def least_starts(sizes: ChainSizes) -> list[int]:
         if input_bytes + largest < least:
             least = input_bytes + largest
             best = starts
-        # a lower limit never has smaller inputs; steps of 1 %, for chains of 1,000 functions
+        # a lower limit never has smaller inputs; steps of 1 %, for 1,000 functions
         limit = min(largest, least - input_bytes)
         limit -= max(1, limit // 100)
     return best

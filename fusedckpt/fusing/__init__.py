@@ -7,7 +7,7 @@ While `fuse` runs (fuser.py):
 
     model
       | search.py              the modules that the call asks for
-      | find_blocks.py         walks over norms, MLPs, linears, Sequentials and experts
+      | find_swaps.py         walks over norms, MLPs, linears, Sequentials and experts
       | match_mixers.py        finds attention and mixers (mixers_in_code.py, mixers_in_run.py)
       | first_step.py          lets modules wait for their first training call
       | fused_heads.py         finds output embeddings of causal models
@@ -17,7 +17,7 @@ While `fuse` runs (fuser.py):
       | recording.py           runs a copy on meta tensors: its ops (op_recorder.py), and the
       |                        state that it reads (spies.py); state outside of the module that
       |                        its code writes is put back (outside_state.py)
-      | recorded_block.py      recognizes products and the activation between them; norms are
+      | mlp_pattern.py      recognizes products and the activation between them; norms are
       |                        recognized by their numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
@@ -28,7 +28,7 @@ While `fuse` runs (fuser.py):
       |                        rule (accuracy.py), and counts saved bytes
       v
     Swap (swap.py)             the module's new class (subclass.py) and attributes
-    or NotFused (reasons.py)   for modules that look like a block (lookalikes.py)
+    or NotFused (reasons.py)   for modules that look like an MLP (lookalikes.py)
       v
     FuseReport (fuse_report.py)
 
@@ -47,7 +47,7 @@ In each call of a swapped module (swapped.py):
         runs the original, which saves a recipe of its input
     recipe_models.py
         lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
-        dropouts.py, chain_kernels.py)
+        dropouts.py, recipe_kernels.py)
 
 fused_calls.py tells reports which modules ran fused in a step.
 """

@@ -304,7 +304,7 @@ def _obstacle(module: nn.Module, args: Any) -> str | None:
     """Return why a training call cannot be looked into, None if it can."""
     if _on_trial.get() or private.is_replica(module):
         return "it was a trial run, or a call of a replica"
-    if private.are_transforms_active() or dispatch.is_recorded(args[0] if args else None):
+    if private.are_transforms_active() or dispatch.is_traced(args[0] if args else None):
         return "it was traced or transformed"
     if private.num_dispatch_modes() or (
         private.num_function_modes() and tracker.has_foreign_modes()

@@ -12,7 +12,7 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.match_mlps import blocks_of
+from fusedckpt.fusing.match_mlps import swapped_runs
 from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.swap import MARK, Original, Part
 from fusedckpt.layers import fallbacks
@@ -266,7 +266,7 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
     if not isinstance(module, Sequential):
         return None
     # a Sequential finds its blocks anew in every call
-    if inner in blocks_of(module, module.save):
+    if inner in swapped_runs(module, module.save):
         return None
     return dict(reasons.linears_apart(module)).get(inner, NotFused("apart now", inner))
 

@@ -84,7 +84,7 @@ def _experts(module: Any, x: Any, index: Any, scores: Any) -> Tensor | NotFused:
     operands = {name: _operand(module, name, match.is_transposed) for name in (*WEIGHTS, *BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):
         return NotFused("arguments")
-    if dispatch.is_recorded(x) or index.shape != scores.shape or index.is_floating_point():
+    if dispatch.is_traced(x) or index.shape != scores.shape or index.is_floating_point():
         return NotFused("arguments")
     tensors = {name: _dense_weight(operand) for name, operand in operands.items()}
     if not dispatch.are_plain(x, index, scores, *tensors.values()):

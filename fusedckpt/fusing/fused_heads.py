@@ -174,7 +174,7 @@ class FusedHead(nn.Module):
 
 def _may_skip(head: Any, x: Any) -> bool:
     """Whether a loss can be computed from the head's input and weights: the same on every rank."""
-    if dispatch.is_recorded(x) or not isinstance(x, Tensor) or not x.numel():
+    if dispatch.is_traced(x) or not isinstance(x, Tensor) or not x.numel():
         return False
     tensors = [t for t in (x, head.weight, head.bias) if t is not None]
     has_one_dtype = len({t.dtype for t in tensors}) == 1 or autocast_dtype(x.device) is not None

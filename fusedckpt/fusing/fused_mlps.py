@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled
-from fusedckpt.blocks.block import run_layer
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.fusing.mlp_reader import MLPMatch, MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
@@ -38,13 +38,13 @@ class FusedMLP(Swapped):
         return _mlp(self, self._original, x)
 
     def linears_to_shard(self) -> list[nn.Module] | str:
-        """Return the modules with the block's weights, or why they must stay whole."""
+        """Return the modules with the pattern's weights, or why they must stay whole."""
         return shardable_linears(self, self._fusedckpt_match)
 
     def _function_now(self) -> str:
-        block = self._fusedckpt_match.block
+        pattern = self._fusedckpt_match.pattern
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
-        now = f"fused as {block.kind}, activation={block.activation}", f"save={self.save}"
+        now = f"fused as {pattern.kind}, activation={pattern.activation}", f"save={self.save}"
         return ", ".join([*now, *more])
 
 
@@ -55,7 +55,7 @@ class FusedFeedForward(nn.Module):
 
     def _ff_block(self, x: Tensor) -> Tensor:
         original = super()._ff_block  # type: ignore[misc]  # of the layer's class
-        y = NotFused("arguments") if dispatch.is_recorded(x) else _mlp(self, original, x)
+        y = NotFused("arguments") if dispatch.is_traced(x) else _mlp(self, original, x)
         if not isinstance(y, NotFused):
             return y
         fallbacks.note_fallback(self, y)
@@ -66,14 +66,14 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     """Return the result of a module's MLP, or why this call cannot run fused."""
     reader: MLPReader = module._fusedckpt_reader
     match = reader.match
-    if match.block.kind == "linear_act" and _shares_recipes(module, x):
+    if match.pattern.kind == "linear_act" and _shares_recipes(module, x):
         # its layers save no more, and let the next linear save as little
         return original(x)
     save = module.save
     level = levels.override.level or save
     # an array that equals a level is in the tuple, too
     if type(save) is not str or level not in reader.levels or save not in reader.levels:
-        level = _level_now(save, match.block.kind, reader.levels)
+        level = _level_now(save, match.pattern.kind, reader.levels)
     sharding = module._fusedckpt_sharding
     if sharding is not None:
         sharded.check_input(type(module).__name__, x, sharding)
@@ -108,7 +108,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
 
 
 def _level_now(save: Any, kind: str, known: tuple[str, ...]) -> str:
-    """Return the level of a call: `saving` may set one that the block does not have, and so may
+    """Return the level of a call: `saving` may set one that the MLP does not have, and so may
     the module's own attribute."""
     default = save if known == levels.LEVELS else level_or_inputs(save, known)
     return levels.resolve(kind, None, default, known)

@@ -15,7 +15,7 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.deprecated import renamed_arguments
-from fusedckpt.fusing.find_blocks import BlockFinder
+from fusedckpt.fusing.find_swaps import SwapFinder
 from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fused_heads import find_heads
@@ -118,7 +118,7 @@ def fuse(
     """
     _check_module("fuse", model)
     levels.check("fuse", save, LEVELS)
-    validate.check_block_options("fuse", False, chunks)
+    validate.check_layer_options("fuse", False, chunks)
     if head not in (False, True, "always"):
         raise ValueError(f'fuse: head must be True, False or "always", got {head!r}')
     search = Search(
@@ -137,7 +137,7 @@ def fuse(
     )
     with stopped_waiting(model) as former:
         # all are found before anything is touched
-        BlockFinder(search, Matcher(save, chunks, verify)).find()
+        SwapFinder(search, Matcher(save, chunks, verify)).find()
         find_mixers(model, search, example_inputs)
         if head:
             find_heads(model, search, always=head == "always")

@@ -22,7 +22,7 @@ from fusedckpt.layers.fallbacks import NotFused
 
 
 def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
-    """Find attention and mixers that are not swapped otherwise, in a block, or mostly an MLP."""
+    """Find attention and mixers outside of swapped modules, which are not mostly an MLP."""
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = [module for module, swap in search.swaps if swap.kind == "mlp"]
     for name, kinds in _mixers(model, search, batch).items():

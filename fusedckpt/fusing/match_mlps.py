@@ -20,11 +20,11 @@ from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.match_reader import Guard, Guards, child_at
-from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock, MLPMatch, Rate
+from fusedckpt.fusing.mlp_pattern import is_nonlinear, pattern_of
+from fusedckpt.fusing.mlp_reader import LinearPaths, MLPMatch, MLPPattern, Rate
 from fusedckpt.fusing.op_recorder import Node
 from fusedckpt.fusing.outside_code import METHOD
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
-from fusedckpt.fusing.recorded_block import block_of, is_nonlinear
 from fusedckpt.fusing.recording import Recording, other_inputs, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.spies import guards_of
@@ -35,7 +35,7 @@ from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs
 
 _SHAPE = (2, 3)
-# further runs, in which the block has to be the same
+# further runs, in which the pattern has to be the same
 _RUNS: dict[str, dict[str, Any]] = {
     "for one token": {"shape": (1, 1)},
     "for long inputs": {"shape": (3, 4096)},
@@ -65,7 +65,7 @@ def mlp_swap(module: nn.Module, save: str, chunks: int | None = None) -> Swap | 
     match = _match(module)
     if not isinstance(match, MLPMatch):
         return match
-    if any(_is_whole_block(child, module) for child in module.children()):
+    if any(_is_whole_mlp(child, module) for child in module.children()):
         return None
     return _swap(module, match, save, chunks)
 
@@ -130,26 +130,26 @@ def lora_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | NotFus
         return NotFused("lora", type(base).__name__)
     bias = None if base._parameters["bias"] is None else ("base_layer", "bias")
     linear = LinearPaths(("base_layer", "weight"), bias, is_conv1d)
-    block = MatchedBlock("linear_act", (linear,), "identity")
+    pattern = MLPPattern("linear_act", (linear,), "identity")
     guard = Guard(("base_layer",), type(base), 0, ())
-    return _swap(module, MLPMatch(block, Guards((guard,)), arguments.DTYPES), save, chunks)
+    return _swap(module, MLPMatch(pattern, Guards((guard,)), arguments.DTYPES), save, chunks)
 
 
 def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> Swap:
-    block = match.block
-    details = [block.activation]
-    if block.packed:
-        details.append(f"packed, {block.packed} first")
-    if any(linear.is_transposed for linear in block.linears):
+    pattern = match.pattern
+    details = [pattern.activation]
+    if pattern.packed:
+        details.append(f"packed, {pattern.packed} first")
+    if any(linear.is_transposed for linear in pattern.linears):
         details.append("weights as [in, out]")
-    if block.kind != "linear_act":
+    if pattern.kind != "linear_act":
         details += chunk_words(chunks)
     name = "LoRA" if adapters.is_lora(module) else type(module).__name__
-    first = block.linears[0]
+    first = pattern.linears[0]
     in_features = module.get_parameter(".".join(first.weight)).shape[not first.is_transposed]
     return Swap(
-        "linear" if block.kind == "linear_act" else "mlp",
-        f"{name} -> {block.kind} ({', '.join(details)})",
+        "linear" if pattern.kind == "linear_act" else "mlp",
+        f"{name} -> {pattern.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
         {"_fusedckpt_match": match, "save": save, "chunks": chunks},
         features=(in_features,),
@@ -158,7 +158,7 @@ def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> 
 
 
 def _has_mlp_parameters(module: nn.Module) -> bool:
-    """Whether a module has a block's number of parameters, and few layers."""
+    """Whether a module has an MLP's number of parameters, and few layers."""
     layers = [*module.modules()]
     if len(layers) > _MOST_LAYERS:
         return False
@@ -172,8 +172,8 @@ def _has_mlp_parameters(module: nn.Module) -> bool:
     return 1 <= num_matrices <= 4 and num_vectors <= 4
 
 
-def _is_whole_block(child: nn.Module, parent: nn.Module) -> bool:
-    """Whether a child has all parameters and is itself a block, to be swapped instead."""
+def _is_whole_mlp(child: nn.Module, parent: nn.Module) -> bool:
+    """Whether a child has all parameters and is itself an MLP, to be swapped instead."""
     has_all = {*parent.parameters()} == {*child.parameters()}
     if not has_all or not _has_mlp_parameters(child) or not takes_one(child):
         return False
@@ -181,16 +181,16 @@ def _is_whole_block(child: nn.Module, parent: nn.Module) -> bool:
 
 
 def _match(module: nn.Module) -> MLPMatch | NotFused | None:
-    """Record a module; return its block and the state it depends on, or why it is not a block.
+    """Record a module; return its pattern and the state it depends on, or why it has none.
 
-    None for one that does not look like a block either.
+    None for one that does not look like an MLP either.
     """
     first = _first_recording(module)
-    block = block_of(first)
-    if isinstance(block, NotFused):
+    pattern = pattern_of(first)
+    if isinstance(pattern, NotFused):
         is_lookalike = looks_like(module) is not None
         is_lookalike = is_lookalike or (is_nonlinear(first) and acts_itself(module))
-        return block if is_lookalike else None
+        return pattern if is_lookalike else None
     width = first.shapes[0][-1:]
     recordings = [first]
     for when, options in _RUNS.items():
@@ -198,17 +198,17 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         recording = record(module, **{**options, "shape": shape}, watched=when in _WATCHED)
         if recording.log.stop is not None:
             return recording.log.stop
-        if block_of(recording) != block and not (recording.y is None and when in _MAY_RAISE):
+        if pattern_of(recording) != pattern and not (recording.y is None and when in _MAY_RAISE):
             return NotFused("varies", (type(module).__name__, when))
         recordings.append(recording)
     dtype_of_module = next(module.parameters()).dtype
     dtypes = [dtype_of_module]
     for dtype in arguments.DTYPES:
         recording = record(module, (*_SHAPE, *width), dtype, watched=False)
-        if dtype != dtype_of_module and block_of(recording) == block:
+        if dtype != dtype_of_module and pattern_of(recording) == pattern:
             dtypes.append(dtype)
             recordings.append(recording)
-    return _match_with_dropouts(module, block, recordings, tuple(dtypes))
+    return _match_with_dropouts(module, pattern, recordings, tuple(dtypes))
 
 
 def _first_recording(module: nn.Module) -> Recording:
@@ -223,7 +223,7 @@ def _first_recording(module: nn.Module) -> Recording:
 
 def _match_with_dropouts(
     module: nn.Module,
-    block: MatchedBlock,
+    pattern: MLPPattern,
     recordings: list[Recording],
     dtypes: tuple[torch.dtype, ...],
 ) -> MLPMatch | NotFused:
@@ -238,7 +238,7 @@ def _match_with_dropouts(
     rate_by_tensor: dict[str, Rate] = {}
     shape = recordings[0].shapes[0]
     for rate in rates:
-        tensors = _dropped_by(module, shape, rate, block)
+        tensors = _dropped_by(module, shape, rate, pattern)
         if not rate_by_tensor.keys() & tensors:
             rate_by_tensor |= dict.fromkeys(tensors, rate)
     result_rate = rate_by_tensor.get("result")
@@ -246,7 +246,7 @@ def _match_with_dropouts(
     if isinstance(guards, NotFused):
         return guards
     return MLPMatch(
-        block,
+        pattern,
         guards,
         dtypes,
         zero_rates=tuple(rate for rate in rates if rate not in rate_by_tensor.values()),
@@ -257,13 +257,13 @@ def _match_with_dropouts(
 
 
 def _dropped_by(
-    module: nn.Module, shape: tuple[int, ...], rate: Rate, block: MatchedBlock
+    module: nn.Module, shape: tuple[int, ...], rate: Rate, pattern: MLPPattern
 ) -> list[str]:
-    """Return the tensors of a block that the dropout with this rate drops.
+    """Return the tensors of a pattern that the dropout with this rate drops.
 
     They are "hidden", the last linear's input, and "result"; a function drops the result alone.
     While the dropout drops everything, it shows as a product with zeros. Nothing is returned where
-    the block without that product is another one.
+    the pattern without that product is another one.
     """
     path, name = rate
     is_module = path and isinstance(child_at(module, path), nn.Dropout)
@@ -281,7 +281,7 @@ def _dropped_by(
         tensors.append("hidden")
     if not is_module and tensors != ["result"]:
         return []
-    return tensors if block_of(replace(recording, y=y)) == block else []
+    return tensors if pattern_of(replace(recording, y=y)) == pattern else []
 
 
 def _writes_result(module: nn.Module, shape: tuple[int, ...], rate: Rate) -> bool:
@@ -309,23 +309,23 @@ def _is_dropped(node: Node) -> bool:
     return factor.kind == "scalar" and factor.name == "zeros"
 
 
-class SequentialBlock(NamedTuple):
-    """A block among the layers of a Sequential."""
+class SwappedRun(NamedTuple):
+    """Neighbors in a Sequential that are fused together."""
 
     # its layers, by their names in the Sequential
     layers: dict[str, Any]
-    # the swap of a Sequential of these alone
+    # the swap of a Sequential that has only these
     swap: Swap
 
 
-def blocks_of(
+def swapped_runs(
     parent: nn.Sequential, save: str, chunks: int | None = None
-) -> dict[str, SequentialBlock]:
-    """Return the blocks among a Sequential's layers.
+) -> dict[str, SwappedRun]:
+    """Return the runs of a Sequential that can be fused.
 
-    A block has its linear's name in reports, as its norm may be swapped too.
+    A run has its linear's name in reports, as its norm may be swapped too.
     """
-    blocks = {}
+    swapped = {}
     for run in runs(parent):
         if run.kind == "layer":
             continue
@@ -340,5 +340,5 @@ def blocks_of(
         attributes = {"save": save, "chunks": chunks}
         features = (linear.in_features,)
         swap = Swap(kind, change, Sequential, attributes, features=features, can_shrink=True)
-        blocks[name] = SequentialBlock(run.layers, swap)
-    return blocks
+        swapped[name] = SwappedRun(run.layers, swap)
+    return swapped

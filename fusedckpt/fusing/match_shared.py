@@ -18,8 +18,8 @@ from fusedckpt.fusing.lookalikes import (
     is_transposed,
     looks_like,
 )
-from fusedckpt.fusing.mlp_reader import MatchedBlock
-from fusedckpt.fusing.recorded_block import is_activation
+from fusedckpt.fusing.mlp_pattern import is_activation
+from fusedckpt.fusing.mlp_reader import MLPPattern
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_code import SHARES_CODE, SharedCode
@@ -59,10 +59,10 @@ def find_shared(search: Search) -> None:
 def _computed_elsewhere(search: Search) -> set[nn.Module]:
     """Return the modules that are swapped, or that another module computes."""
     seen = {*search.inside, *(module for module, _ in search.swaps)}
-    # of Sequentials that a block begins or ends in
+    # of Sequentials that a run begins or ends in
     seen.update([child for module in search.inside for child in module.children()])
     for module, swap in search.swaps:
-        # its blocks are told by the classes of its layers
+        # its runs are told by the classes of its layers
         seen.update(module.children() if issubclass(swap.new_class, Sequential) else ())
     for module in search.modules.values():
         if type(module).__module__.startswith("fusedckpt.") or isinstance(module, Sequential):
@@ -189,7 +189,7 @@ def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
     """Whether a module, or the linears and activations that it calls, save recipes of inputs."""
     reason = search.report.left[name].key
     if reason in ("differs", "random"):
-        # a block was found, and its owner should know why it is not taken
+        # an MLP was found, and its owner should know why it is not taken
         return False
     kind = shared[name].new_class if name in shared else nn.Module
     if issubclass(kind, SharedReader):
@@ -241,9 +241,9 @@ def _has_one_matrix(module: nn.Module) -> bool:
     return is_own and sum(p.dim() == 2 for p in weights) == 1 and all(p.dim() < 3 for p in weights)
 
 
-def may_share(module: nn.Module, block: MatchedBlock | None) -> bool:
+def may_share(module: nn.Module, pattern: MLPPattern | None) -> bool:
     """Whether a linear with its activation are two layers of a module, and nothing else is."""
-    if block is None or block.kind != "linear_act" or block.activation == "identity":
+    if pattern is None or pattern.kind != "linear_act" or pattern.activation == "identity":
         return False
     layers = [*module.children()]
-    return len(block.linears[0].weight) == 2 and sum(map(is_activation, layers)) == 1
+    return len(pattern.linears[0].weight) == 2 and sum(map(is_activation, layers)) == 1

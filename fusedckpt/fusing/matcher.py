@@ -13,7 +13,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, reasons, verification
 from fusedckpt.fusing.match_experts import experts_swap, verified_experts
 from fusedckpt.fusing.match_gated_norms import gated_norm_swap
-from fusedckpt.fusing.match_mlps import blocks_of, lora_swap, mlp_swap, recomputed_swap
+from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap, swapped_runs
 from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.simple_values import is_simple
 from fusedckpt.fusing.swap import Part, Swap
@@ -80,11 +80,11 @@ class Matcher:
         assert verified is not None
         return verified
 
-    def is_one_block(self, parent: nn.Sequential) -> bool:
-        """Whether a Sequential is one block that no run of its layers is."""
-        blocks = blocks_of(parent, self.save).values()
-        kinds = [block.swap.kind for block in blocks]
-        inside = {layer for block in blocks for layer in block.layers.values()}
+    def is_swapped_whole(self, parent: nn.Sequential) -> bool:
+        """Whether a Sequential is swapped as a whole, and not by runs of its layers."""
+        found_runs = swapped_runs(parent, self.save).values()
+        kinds = [run.swap.kind for run in found_runs]
+        inside = {layer for run in found_runs for layer in run.layers.values()}
         # a dropout before the first linear is recomputed with the whole
         drops = any(isinstance(m, nn.Dropout) and m not in inside for m in parent.modules())
         swap_of_all = self.swap_of(parent, "mlp") if drops or "mlp" not in kinds else None

@@ -1,4 +1,4 @@
-"""The record of an MLP, and its reader: the operands of a block, read in each call as they are now.
+"""The record of an MLP, and its reader, which reads the operands in each call as they are now.
 
 Mostly nothing has changed, and every weight is a plain tensor of a plain layer: then a call reads
 the state (match_reader.py), the weights and their dtypes, each once. Layers with adapters, of other
@@ -20,7 +20,7 @@ from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
-from fusedckpt.blocks.programs import BlockOptions
+from fusedckpt.blocks.programs import LinearOptions
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.match_reader import Guards, Reader, child_at
@@ -48,8 +48,8 @@ class LinearPaths(NamedTuple):
     is_transposed: bool
 
 
-class MatchedBlock(NamedTuple):
-    """The block that a forward computes: the arguments of one of our functions."""
+class MLPPattern(NamedTuple):
+    """The function of ours that a forward computes, and its arguments."""
 
     # the function: "mlp", "gated_mlp" or "linear_act"
     kind: str
@@ -65,7 +65,7 @@ class MLPMatch(NamedTuple):
     """How an MLP, gated MLP or linear with its activation computes, and from which parameters."""
 
     # the function of ours that it computes
-    block: MatchedBlock
+    pattern: MLPPattern
     # the state for which that holds
     guards: Guards
     # dtypes of the weights for which the match was verified
@@ -88,26 +88,30 @@ class MLPReader(Reader):
     """A match, ready to read a module's state and operands."""
 
     def __init__(self, match: MLPMatch):
-        block = match.block
+        pattern = match.pattern
         rates = [*match.zero_rates, match.hidden_rate, match.result_rate]
-        layers = [path[:-1] for linear in block.linears for path in linear[:2] if path is not None]
+        layers = [
+            path[:-1] for linear in pattern.linears for path in linear[:2] if path is not None
+        ]
         super().__init__(match.guards, (*layers, *(rate[0] for rate in rates if rate is not None)))
         self.match = match
         # the place of the layer with the weight, the weight's name, and the same of the bias
         self.linears: tuple[Any, ...] = tuple(
             (self.places[weight[:-1]], weight[-1])
             + ((None, None) if bias is None else (self.places[bias[:-1]], bias[-1]))
-            for weight, bias, _ in block.linears
+            for weight, bias, _ in pattern.linears
         )
         self.has_dropouts = any(rate is not None for rate in rates)
-        self.has_transposed = any(linear.is_transposed for linear in block.linears)
+        self.has_transposed = any(linear.is_transposed for linear in pattern.linears)
         # of a linear below an adapter that was fused by itself nothing is usual
         self.are_usual = not any("base_layer" in path for path in layers)
-        self.levels = LEVELS_OF.get(block.kind, ())
+        self.levels = LEVELS_OF.get(pattern.kind, ())
         # of a call at each level, but for chunks and dropouts
-        linears = Linears(PACKED if block.packed == "gate" else _LINEARS_OF.get(block.kind, ()))
+        linears = Linears(PACKED if pattern.packed == "gate" else _LINEARS_OF.get(pattern.kind, ()))
         self.options = {
-            level: BlockOptions(block.kind, block.kind, linears, block.activation, save=level)
+            level: LinearOptions(
+                pattern.kind, pattern.kind, linears, pattern.activation, save=level
+            )
             for level in self.levels
         }
 
@@ -130,7 +134,7 @@ class MLPReader(Reader):
         x: Tensor,
         sharding: Sharding | None,
     ) -> list[LinearOperands] | NotFused:
-        """Return the weights and biases of a block, or why the call is not the matched one.
+        """Return the weights and biases of a pattern, or why the call is not the matched one.
 
         parts, is_usual: as `read` returns them. A first weight with up before gate is cut in two,
         as programs have gate first.
@@ -163,9 +167,9 @@ class MLPReader(Reader):
                 return unusual
             pairs = unusual
         elif self.has_transposed:
-            transposed = [linear.is_transposed for linear in match.block.linears]
+            transposed = [linear.is_transposed for linear in match.pattern.linears]
             pairs = [(w.t() if t else w, b) for t, (w, b) in zip(transposed, pairs, strict=True)]
-        return _gate_first(pairs) if match.block.packed == "up" else pairs
+        return _gate_first(pairs) if match.pattern.packed == "up" else pairs
 
     def _dropout(
         self, module: nn.Module, parts: list[Any], sharding: Sharding | None
@@ -203,7 +207,7 @@ class MLPReader(Reader):
     ) -> Any:
         """Return the operand for a linear's weight, or why it cannot run fused as it is now."""
         match = self.match
-        linear = match.block.linears[number]
+        linear = match.pattern.linears[number]
         for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
             is_taken = dispatch.are_plain(tensor) or quantized(tensor) is not None
             # gone as a parametrization or sharding leaves it, or of another class
@@ -224,7 +228,7 @@ class MLPReader(Reader):
         is_adapted = outermost is not layer
         if is_adapted and outermost is not module and has_hooks(outermost):
             return NotFused("hook", name)
-        if match.block.packed == "up" and number == 0 and (is_adapted or record is not None):
+        if match.pattern.packed == "up" and number == 0 and (is_adapted or record is not None):
             return NotFused("packed", name)
         operand = adapters.adapted(outermost, weight.t() if linear.is_transposed else weight)
         is_problem = isinstance(operand, str)
@@ -239,16 +243,16 @@ def rates_above_zero(module: nn.Module, match: Any) -> Iterator[Rate]:
 
 
 def shardable_linears(module: nn.Module, match: MLPMatch) -> list[nn.Module] | str:
-    """Return the modules with a block's weights, or why these cannot be sharded."""
-    block = match.block
+    """Return the modules with a pattern's weights, or why these cannot be sharded."""
+    pattern = match.pattern
     if match.hidden_rate is not None:
         path, attribute = match.hidden_rate
         if getattr(child_at(module, path), attribute):
             return sharded.DROPS
-    is_transposed = any(linear.is_transposed for linear in block.linears)
-    if block.kind == "linear_act" or block.packed or is_transposed:
-        return f"a {block.kind} with packed or transposed weights, or of one linear, stays whole"
-    paths = [linear.weight[:-1] for linear in block.linears]
+    is_transposed = any(linear.is_transposed for linear in pattern.linears)
+    if pattern.kind == "linear_act" or pattern.packed or is_transposed:
+        return f"a {pattern.kind} with packed or transposed weights, or of one linear, stays whole"
+    paths = [linear.weight[:-1] for linear in pattern.linears]
     layers = [child_at(module, path) for path in paths]
     for path, layer in zip(paths, layers, strict=True):
         outer = _outermost(module, path)

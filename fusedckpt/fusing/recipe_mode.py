@@ -27,8 +27,8 @@ from fusedckpt.autograd.recipes import Leaf, View, tensors_in, unfilled, unpack
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import Saved, Tracker
 from fusedckpt.fusing import dropouts
-from fusedckpt.fusing.chain_kernels import chain_statistics
 from fusedckpt.fusing.cheap_functions import KINDS, WRITES
+from fusedckpt.fusing.recipe_kernels import recipe_statistics
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
 FLOOR_BYTES = 1 << 20
@@ -292,7 +292,7 @@ def _statistics(
     func: Any, x: Tensor, num_groups: int, inputs: Sequence[Tensor], saved: Any
 ) -> list[Tensor]:
     """Return the statistics that a norm saved, for a kernel that runs it again without them."""
-    return chain_statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
+    return recipe_statistics(func, x, num_groups, inputs, [tensor for _, tensor in saved])
 
 
 def _pack(packed: list[Saved], floor: int, tensor: Tensor) -> View | Leaf:

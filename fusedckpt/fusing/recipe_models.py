@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from fusedckpt.autograd import phases, private, tracker
-from fusedckpt.autograd.dispatch import is_recorded
+from fusedckpt.autograd.dispatch import is_traced
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
-from fusedckpt.fusing import chain_kernels, recipe_mode
+from fusedckpt.fusing import recipe_kernels, recipe_mode
 from fusedckpt.fusing.cheap_functions import is_any_replaced
 from fusedckpt.fusing.fuse_report import RECIPES_OBSTACLE
 from fusedckpt.fusing.recipe_mode import RecipeMode
@@ -23,7 +23,7 @@ from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.swap import Swap
 
-KERNELS.append(chain_kernels.run_chain)
+KERNELS.append(recipe_kernels.run_recipes)
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def obstacle_of_recipes(args: Sequence[Any]) -> str | None:
     """Return why functions may not save recipes in this call, None if they may."""
     if not torch.is_grad_enabled():
         return "it ran without gradients"
-    if private.are_transforms_active() or is_recorded(args[0] if args else None):
+    if private.are_transforms_active() or is_traced(args[0] if args else None):
         return "it was traced or transformed"
     if private.num_function_modes() and tracker.has_foreign_modes():
         return "a TorchFunctionMode of other code was active"

@@ -25,15 +25,15 @@ from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_noted, modules_in
 from fusedckpt.fusing.match_reader import Reader
-from fusedckpt.fusing.mlp_reader import MatchedBlock, MLPMatch
+from fusedckpt.fusing.mlp_reader import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER, needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.state.holders import ATOMS
 
-# the block of an MLP that no program computes
-RERUN = MatchedBlock("recomputed", (), "")
+# the pattern of an MLP that no program computes
+RERUN = MLPPattern("recomputed", (), "")
 
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
@@ -117,7 +117,7 @@ class Recomputed(Swapped):
     def _runs_as_ever(self, x: Any) -> bool:
         """Whether a call saves nothing for backward, or a level, compiler or checkpoint decides."""
         if self._fusedckpt_match is not None:
-            return not torch.is_grad_enabled() or dispatch.is_recorded(x)
+            return not torch.is_grad_enabled() or dispatch.is_traced(x)
         level = levels.override.level or self._fusedckpt_save
         return not self.training or level != "inputs" or _saves_nothing(x)
 
@@ -160,7 +160,7 @@ class Recomputed(Swapped):
     def _reason_of(self, segment: Segment, results: list[Tensor]) -> NotFused | None:
         """Return the function that runs again, or why a segment gains little; None without one."""
         called = set()
-        for record in segment.records:
+        for record in segment.region_calls:
             if record.outputs is None:
                 return NotFused("again", record.name)
             called.add(record.name)
@@ -216,7 +216,7 @@ def _saves_nothing(x: Any) -> bool:
         not isinstance(x, Tensor)
         or torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
-        or dispatch.is_recorded(x)
+        or dispatch.is_traced(x)
         or phases.current() is not None
     )
 

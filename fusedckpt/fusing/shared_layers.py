@@ -116,7 +116,7 @@ class Shared(nn.Module):
         then calls itself. That saves those of a linear whose input is not contiguous.
         """
         view = index.view_of(x, NORM, *self._fusedckpt_reads)
-        if view is None or dispatch.is_recorded(x):
+        if view is None or dispatch.is_traced(x):
             return _OWN
         if is_followed and not (x.is_contiguous() or self._copies(x)):
             return _OWN
@@ -366,7 +366,7 @@ class SharedNorm(SharedFunctions):
         """Return forward(x); its functions save recipes that begin at x."""
         if x.__class__ is not Tensor or not (torch.is_grad_enabled() and x.requires_grad):
             return forward(x)
-        if private.are_transforms_active() or dispatch.is_recorded(x):
+        if private.are_transforms_active() or dispatch.is_traced(x):
             return forward(x)
         tracker = active()
         view = None if tracker is None else tracker.view_of(x)

@@ -16,7 +16,7 @@ from fusedckpt.layers.fallbacks import MARK
 
 
 class Part(NamedTuple):
-    """A swapped module or block, as reports name it."""
+    """A swapped module or run, as reports name it."""
 
     # "norm", "mlp", "linear", "attention" or "experts"
     kind: str

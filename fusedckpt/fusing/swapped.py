@@ -46,7 +46,7 @@ class Swapped(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""
         tensors = self._by_position(args, kwargs) if kwargs else args
-        if not dispatch.is_recorded(tensors[0] if tensors else None):
+        if not dispatch.is_traced(tensors[0] if tensors else None):
             is_taken = len(tensors) == self._fusedckpt_count
             for x in tensors:
                 is_taken = is_taken and isinstance(x, Tensor)

@@ -64,7 +64,7 @@ def tail_swap(parent: nn.Sequential, tail: Tail, swap: Swap) -> Swap:
 
 
 class FusedTail(FusedMLP):
-    """Forward of a Sequential with an MLP behind other layers; that runs as one block."""
+    """Forward of a Sequential with an MLP behind other layers; that runs fused."""
 
     _fusedckpt_tail: Tail
 

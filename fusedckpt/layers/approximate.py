@@ -88,8 +88,8 @@ def resilu2(x: Tensor) -> Tensor:
 
 
 def _run(name: str, activation: str, x: Tensor) -> Tensor:
-    is_traced = torch.compiler.is_compiling() or private.are_transforms_active()
-    is_seen = is_traced or dispatch.is_recorded(x)
+    is_transformed = torch.compiler.is_compiling() or private.are_transforms_active()
+    is_seen = is_transformed or dispatch.is_traced(x)
     is_plain = not is_seen and validate.check_dense(name, {"x": x})
     if dispatch.DISABLED or not is_plain:
         return eager.hidden((x,), activation)

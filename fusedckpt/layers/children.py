@@ -1,7 +1,7 @@
-"""The child modules that a block can compute itself, each known by a letter.
+"""The child modules that a fused layer can compute itself, each known by a letter.
 
-A block calls a child that was replaced, parametrized, hooked or given another forward, by itself or
-by its class.
+A fused layer calls a child that was replaced, parametrized, hooked or given another forward, by
+itself or by its class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fusedckpt.kernels.activations import ACTIVATIONS, activation_name_of
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.norm import LayerNorm, RMSNorm, is_patched
 
-# a letter for each kind of layer in a block; looked up by type, subclasses have none
+# a letter for each kind of child; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {
     **dict.fromkeys((act.module for act in ACTIVATIONS.values() if act.module), "a"),
     **dict.fromkeys((nn.Linear, Linear), "l"),
@@ -47,7 +47,7 @@ _CALLED = {kind: _called_by(kind) for kind in _LETTERS}
 
 
 def letter_of(layer: Any) -> str:
-    """Return the letter of a layer that a block can compute, else -.
+    """Return the letter of a child that a fused layer can compute, else -.
 
     n, l, a, d, i for a norm, linear, activation, dropout, identity.
     """
@@ -76,7 +76,7 @@ def _letter(layer: Any) -> str:
 
 
 def are_letter(letter: str, *layers: Any) -> bool:
-    """Whether a block can compute these modules, of one letter, without calling them."""
+    """Whether a fused layer can compute these modules, of one letter, without calling them."""
     return {letter}.issuperset(map(_letter, layers)) and not has_hooks(*layers)
 
 

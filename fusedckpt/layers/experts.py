@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
 from fusedckpt.autograd.levels import LEVELS_OF
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.experts import ExpertOptions, kinds_in
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.gating import ClampedSwiGLU
 

@@ -213,7 +213,7 @@ class NotFused(NamedTuple):
 
 def note_fallback(module: nn.Module, reason: tuple[str, Any]) -> None:
     """Note the reason of a call; one without gradients saves nothing, and is not noted."""
-    if torch.is_grad_enabled() and not dispatch.is_recorded(None):
+    if torch.is_grad_enabled() and not dispatch.is_traced(None):
         module.__dict__[NOTE] = reason
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.gated_norm import GatedNormOptions
+from fusedckpt.blocks.layer_function import run_layer
 
 
 def gated_rms_norm(

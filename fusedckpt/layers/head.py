@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, private
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.head import HeadOptions
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.kernels.cross_entropy import WIDTH, LogitRule
 
@@ -200,7 +200,7 @@ def _columns(
     # ids first: without targets these are ids
     for key, classes in (*[("ids", t) for t in ids], ("target", target)):
         is_read = type(classes) is Tensor and classes.device.type != "meta"
-        if is_read and not private.are_transforms_active() and not dispatch.is_recorded(x):
+        if is_read and not private.are_transforms_active() and not dispatch.is_traced(x):
             _check_range(options, key, classes, weight)
     return (target.unsqueeze(-1), *ids)
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import ONE_LINEAR, Linears
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import LoRA
-from fusedckpt.blocks.programs import BlockOptions
+from fusedckpt.blocks.programs import LinearOptions
 
 _LINEAR_NAMES = Linears(ONE_LINEAR)
 
@@ -54,7 +54,7 @@ def linear_act(
     Other tensor subclasses, and inference tensors where gradients are needed, run in eager.
     """
     name = "linear_act"
-    options = BlockOptions(name, name, _LINEAR_NAMES, activation, save=save, kernel=kernel)
+    options = LinearOptions(name, name, _LINEAR_NAMES, activation, save=save, kernel=kernel)
     return run_layer(options, x, (), [(weight, bias)])
 
 
@@ -91,7 +91,7 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., in_features] to [..., out_features]."""
-        options = BlockOptions(
+        options = LinearOptions(
             name="Linear",
             caller="Linear",
             linears=_LINEAR_NAMES,

@@ -1,4 +1,4 @@
-"""MLP and gated MLP blocks that save their input alone, with their norm and residual.
+"""MLPs and gated MLPs that save their input alone, with their norm and residual.
 
 Elements saved and GEMM FLOPs recomputed at each level, per token, D = d_model, F = d_ff:
 
@@ -25,10 +25,10 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import eager
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import GATED, PACKED, TWO_LINEARS, Linears
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import BlockOptions, split_norm
+from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
 from fusedckpt.layers.sharded import Sharding
@@ -83,7 +83,7 @@ def mlp(
         TypeError: tensors are not dense, not floating point, or of different dtypes.
     """
     bare, kinds, tensors = split_norm(norm)
-    options = BlockOptions(
+    options = LinearOptions(
         name="mlp",
         caller="mlp",
         linears=Linears(TWO_LINEARS),
@@ -142,7 +142,7 @@ def gated_mlp(
         )
     up = [] if up_weight is None else [(up_weight, up_bias)]
     bare, kinds, tensors = split_norm(norm)
-    options = BlockOptions(
+    options = LinearOptions(
         name="gated_mlp",
         caller="gated_mlp",
         linears=Linears(GATED if up else PACKED),
@@ -160,7 +160,7 @@ def gated_mlp(
     return run_layer(options, x, tensors, linears)
 
 
-class _Block(nn.Module):
+class _MLPBase(nn.Module):
     """The base of MLP and GatedMLP."""
 
     # the name of the function that computes it
@@ -195,10 +195,10 @@ class _Block(nn.Module):
         out = in_features if out_features is None else out_features
         sizes = {"in_features": in_features, "hidden_features": hidden_features}
         arguments.linear_sizes(name, sizes | {"out_features": out}, bias, device, dtype)
-        arguments.block_sizes(name, in_features, out, norm, residual)
+        arguments.layer_sizes(name, in_features, out, norm, residual)
         drops = {"dropout": dropout, "output_dropout": output_dropout}
         options = {"default": save, "chunks": chunks, **drops}
-        activation, _ = BlockOptions(name, name, self.linears, activation, **options).check(None)
+        activation, _ = LinearOptions(name, name, self.linears, activation, **options).check(None)
         super().__init__()
         self.norm = norm
         self.activation = activation
@@ -217,7 +217,7 @@ class _Block(nn.Module):
         modules = self._modules
         is_dropping = self.training
         linears: list[Any] = list(map(modules.__getitem__, self.names))
-        options = BlockOptions(
+        options = LinearOptions(
             self.function,
             type(self).__name__,
             self.linears,
@@ -256,15 +256,15 @@ class _Block(nn.Module):
             y = self._called(options, n, linears)
         return input + y if self.residual else y
 
-    def _called(self, options: BlockOptions, n: Tensor, linears: list[Any]) -> Tensor:
-        """Return the block's result for the norm's result n, calling each linear."""
+    def _called(self, options: LinearOptions, n: Tensor, linears: list[Any]) -> Tensor:
+        """Return the layer's result for the norm's result n, calling each linear."""
         h = eager.hidden([linear(n) for linear in linears[:-1]], options.activation)
         return eager.dropout(linears[-1](eager.dropout(h, options.dropout)), options.output_dropout)
 
     def _on_shards(
-        self, options: BlockOptions, input: Any, linears: list[Any], sharding: Sharding
+        self, options: LinearOptions, input: Any, linears: list[Any], sharding: Sharding
     ) -> Any:
-        """Run the block on this rank's shards of its weights, the norm on its rows of the input."""
+        """Run the layer on this rank's shards of its weights, the norm on its rows of the input."""
         sharded.check_input(type(self).__name__, input, sharding)
         options.check(levels.override.level)
         residual = options.residual
@@ -272,7 +272,7 @@ class _Block(nn.Module):
         # of the sum over ranks
         options = options._replace(residual=False, output_dropout=0.0, is_module=False)
         n = input if self.norm is None else self.norm(sharded.placed_for_norm(input, sharding))
-        is_traced = torch.compiler.is_compiling() or dispatch.is_recorded(n)
+        is_traced = torch.compiler.is_compiling() or dispatch.is_traced(n)
         if options.num_seeds or is_traced or has_hooks(*linears):
             y = sharded.on_dtensors(lambda n: self._called(options, n, linears), n, sharding)
         else:
@@ -302,7 +302,7 @@ class _Block(nn.Module):
         return ", ".join(settings)
 
 
-class MLP(_Block):
+class MLP(_MLPBase):
     """Two linears with an activation between them, which save only the input x [..., D].
 
         y = fc2(act(fc1(norm(x)))), plus x if residual
@@ -329,7 +329,7 @@ class MLP(_Block):
     save_levels = LEVELS_OF["mlp"]
 
 
-class GatedMLP(_Block):
+class GatedMLP(_MLPBase):
     """A gated MLP (SwiGLU, GEGLU, ReGLU) that saves only its input, D elements a token.
 
         y = down_proj(act(gate_proj(n)) * up_proj(n)), n = norm(x), plus x if residual

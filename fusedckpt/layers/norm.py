@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
 from fusedckpt.blocks import reader, validate
-from fusedckpt.blocks.block import run_layer
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import fallbacks, sharded

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import Linears, numbered
+from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import BlockOptions, split_norm
+from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.layers.children import are_letter, spec_of
 
 
@@ -56,7 +56,7 @@ def run_projections(
     """
     names = numbered(len(linears))
     bare, kinds, tensors = split_norm(norm)
-    options = BlockOptions(
+    options = LinearOptions(
         name,
         name,
         Linears(names),

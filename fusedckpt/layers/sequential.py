@@ -1,4 +1,4 @@
-"""nn.Sequential that computes runs of its layers as one block; the layers stay as they are."""
+"""nn.Sequential that fuses runs of its layers; the layers stay as they are."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
-from fusedckpt.blocks.block import run_layer
 from fusedckpt.blocks.builder import ONE_LINEAR, TWO_LINEARS, Linears, numbered
-from fusedckpt.blocks.programs import BlockOptions, split_norm
+from fusedckpt.blocks.layer_function import run_layer
+from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
 
-# the linears by the block that they are of
+# the linears by the run that they are of
 _LINEARS = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "norm_linear": numbered(1)}
 # a library may assign another one
 _SEQUENTIAL_FORWARD = dispatch.own_forward(nn.Sequential)
@@ -34,14 +34,14 @@ class LayerRun(NamedTuple):
 
 
 class Sequential(nn.Sequential):
-    """nn.Sequential that runs norm, linear, activation, linear as one block saving only its input.
+    """nn.Sequential that runs norm, linear, activation, linear fused, saving only their input.
 
         x -> dropout(F.linear(dropout(act(F.linear(norm(x), ...))), ...)), or a part of that
 
-    Arguments, children and state_dict are nn.Sequential's. Every call looks for blocks: [norm,]
+    Arguments, children and state_dict are nn.Sequential's. Every call looks for runs: [norm,]
     linear, activation, [dropout,] linear[, dropout] (`functional.mlp`); linear, activation
     (`linear_act`); norm, linear (`norm_linear`). nn.Identity between these layers is skipped, and a
-    block may begin or end within an nn.Sequential inside. A dropout of a block draws by a seed, of
+    run may begin or end within an nn.Sequential inside. A dropout of a run draws by a seed, of
     which it saves 8 bytes, and so drops other elements than nn.Dropout.
 
     A layer that is not of one of torch's or our classes, has a hook or a replaced forward, or has
@@ -49,8 +49,8 @@ class Sequential(nn.Sequential):
     than torch's has hooks on all modules, every layer is called so.
 
     Args:
-        save: "inputs" or "preact": the level of a block with an activation, see `functional.mlp`.
-        chunks: the number of token chunks of a block with two linears, see `functional.mlp`.
+        save: "inputs" or "preact": the level of a run with an activation, see `functional.mlp`.
+        chunks: the number of token chunks of a run with two linears, see `functional.mlp`.
     """
 
     # of those that were pickled without
@@ -63,7 +63,7 @@ class Sequential(nn.Sequential):
         chunks: int | None = None,
     ):
         levels.check("Sequential", save, LEVELS_OF["mlp"])
-        validate.check_block_options("Sequential", False, chunks)
+        validate.check_layer_options("Sequential", False, chunks)
         arguments.modules("Sequential", "args", args)
         super().__init__(*args)
         self.save = save
@@ -71,18 +71,18 @@ class Sequential(nn.Sequential):
 
     @property
     def save_levels(self) -> tuple[str, ...] | None:
-        """Return the levels that it offers to a plan, None where it runs no block."""
+        """Return the levels that it offers to a plan, None where it fuses no run."""
         return LEVELS_OF["mlp"] if any(run.kind != "layer" for run in runs(self)) else None
 
     def extra_repr(self) -> str:
-        """Say which layers run as one block, and the save level of such a block."""
-        blocks = [
+        """Say which layers are fused, and their save level."""
+        runs_now = [
             f"{next(iter(run.layers))}-{next(reversed(run.layers))} as {run.kind}"
             for run in runs(self)
             if run.kind != "layer"
         ]
         more = "" if self.chunks is None else f", chunks={self.chunks}"
-        return f"save={self.save}{more}, fused: {', '.join(blocks) or 'nothing'}"
+        return f"save={self.save}{more}, fused: {', '.join(runs_now) or 'nothing'}"
 
     def _get_name(self) -> str:
         return f"fusedckpt.{super()._get_name()}"
@@ -96,7 +96,7 @@ class Sequential(nn.Sequential):
 
     def forward(self, input: Tensor) -> Tensor:
         """Pass the input through all layers."""
-        if dispatch.is_recorded(input) or nn.Sequential.forward is not _SEQUENTIAL_FORWARD:
+        if dispatch.is_traced(input) or nn.Sequential.forward is not _SEQUENTIAL_FORWARD:
             return super().forward(input)
         levels.check("Sequential", self.save, LEVELS_OF["mlp"])
         for run in runs(self):
@@ -112,9 +112,9 @@ class Sequential(nn.Sequential):
 
 
 def runs(parent: nn.Sequential) -> list[LayerRun]:
-    """Cut the layers of a Sequential into the longest runs that are one block each.
+    """Cut the layers of a Sequential into the longest runs that can be fused.
 
-    A Sequential inside is one layer, unless a block begins or ends within it.
+    A Sequential inside is one layer, unless a run begins or ends within it.
     """
     fragments = [name for name, child in parent._modules.items() if _is_fragment(child, parent)]
     layer_runs = _cut(_layers_of(parent, fragments))
@@ -152,16 +152,16 @@ def _layers_of(parent: nn.Sequential, opened: Sequence[str]) -> dict[str, Any]:
     return layers
 
 
-def _is_border_in(child: str, block: Iterable[str]) -> bool:
-    """Whether some layers of a block are of a child, and others are not."""
-    return len({name.startswith(f"{child}.") for name in block}) == 2
+def _is_border_in(child: str, run: Iterable[str]) -> bool:
+    """Whether some layers of a run are of a child, and others are not."""
+    return len({name.startswith(f"{child}.") for name in run}) == 2
 
 
 def _cut(layers: dict[str, Any]) -> list[LayerRun]:
     """Cut layers into runs."""
     names = list(layers)
     letters = "".join(map(letter_of, layers.values()))
-    # a block skips identities
+    # a run skips identities
     places = [place for place, letter in enumerate(letters) if letter != "i"]
     bare = letters.replace("i", "")
     layer_runs: list[LayerRun] = []
@@ -170,7 +170,7 @@ def _cut(layers: dict[str, Any]) -> list[LayerRun]:
         kind = "layer"
         end = start + 1
         if at < len(places) and start == places[at]:
-            kind, length = _block_at(bare, at)
+            kind, length = _run_at(bare, at)
             at += length
             end = places[at - 1] + 1
         layer_runs.append(LayerRun(kind, {name: layers[name] for name in names[start:end]}))
@@ -178,8 +178,8 @@ def _cut(layers: dict[str, Any]) -> list[LayerRun]:
     return layer_runs
 
 
-def _block_at(letters: str, start: int) -> tuple[str, int]:
-    """Return the block that begins at a layer, and how many layers it has."""
+def _run_at(letters: str, start: int) -> tuple[str, int]:
+    """Return the kind of the run that begins at a layer, and how many layers it has."""
     linear = start + letters.startswith("n", start)
     if letters.startswith("la", linear):
         second = _linear_after(letters, linear)
@@ -203,7 +203,7 @@ def _linear_after(letters: str, linear: int) -> int:
 
 
 def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
-    """Compute the layers of a run as one block."""
+    """Compute the layers of a run in one call."""
     by_letter: dict[str, list[Any]] = {}
     for layer in layers:
         by_letter.setdefault(letter_of(layer), []).append(layer)
@@ -212,7 +212,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
     acts = by_letter.get("a")
     dropout, output_dropout = _rates(layers)
     norm, kinds, tensors = split_norm(spec_of(norms[0]) if norms else None)
-    options = BlockOptions(
+    options = LinearOptions(
         "Sequential" if norms else kind,
         "Sequential",
         Linears(_LINEARS[kind]),

@@ -1,12 +1,12 @@
 """Blocks on this rank's shards of DTensors: tensor and sequence parallelism.
 
-A block gathers its input, runs its autograd Function on this rank's shards of the weights, and
+A layer gathers its input, runs its autograd Function on this rank's shards of the weights, and
 reduces its output:
 
-    rows of x -gather-> all rows of x -block on own features-> a summand of y -reduce-> rows of y
+    rows of x -gather-> all rows of x -layer on own features-> a summand of y -reduce-> rows of y
 
 DTensor moves the data and places the gradients: backward runs the duals of both collectives. With
-sequence parallelism the block saves this rank's rows of x alone; backward gathers all rows in the
+sequence parallelism the layer saves this rank's rows of x alone; backward gathers all rows in the
 collective that gathers the output's gradient: the same number of collectives as unfused, with twice
 the bytes in that one.
 
@@ -38,7 +38,7 @@ DROPS = (
 
 
 class Sharding(NamedTuple):
-    """How a block is laid out over the ranks of a mesh of one dimension."""
+    """How a layer is laid out over the ranks of a mesh of one dimension."""
 
     mesh: DeviceMesh
     # the placement of an input that is a plain tensor
@@ -56,7 +56,7 @@ class Shardable(Protocol):
     _fusedckpt_sharding: Sharding | None
 
     def linears_to_shard(self) -> list[nn.Module] | str:
-        """Return the modules with the block's weights, the last one last, or why they must stay
+        """Return the modules with the layer's weights, the last one last, or why they must stay
         whole."""
         ...
 
@@ -88,7 +88,7 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placement: Any) -> Any:
 
 
 def check_input(name: str, x: Any, sharding: Sharding) -> None:
-    """Refuse an input, before any work, that the block cannot gather."""
+    """Refuse an input, before any work, that the layer cannot gather."""
     if not is_sharded(x):
         if not dispatch.are_plain(x):
             raise TypeError(f"{name}: expected a Tensor or a DTensor, got a {type(x).__name__}")
@@ -115,7 +115,7 @@ def _is_of_rows(placement: Any, dims: int, features: int) -> bool:
 
 
 def shards_of(linears: Sequence[tuple[Any, Any]], mesh: DeviceMesh) -> list[Any]:
-    """Return this rank's parts of a block's weights and biases.
+    """Return this rank's parts of a layer's weights and biases.
 
     The first linears are split by output features, the last by input features. Its bias is whole,
     and every rank adds a share of it.
@@ -152,14 +152,14 @@ def on_dtensors(forward: Callable[[Any], Any], x: Any, sharding: Sharding) -> An
 
 
 def placed_for_norm(x: Any, sharding: Sharding) -> Any:
-    """Return a block's input as its norm takes it: a DTensor where its rows are sharded."""
+    """Return a layer's input as its norm takes it: a DTensor where its rows are sharded."""
     if sharding.input.is_replicate():
         return x.to_local() if is_sharded(x) else x
     return x if is_sharded(x) else as_dtensor(x, sharding.mesh, sharding.input)
 
 
 def placed_as_output(x: Any, sharding: Sharding) -> Any:
-    """Return a block's input placed as its output, to which it is added."""
+    """Return a layer's input placed as its output, to which it is added."""
     if not is_sharded(x):
         if sharding.is_local and sharding.input == sharding.output:
             return x
@@ -168,11 +168,11 @@ def placed_as_output(x: Any, sharding: Sharding) -> Any:
     return x.to_local() if sharding.is_local else x
 
 
-def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any:
-    """Return the sum over ranks of a block's results for all rows, placed as the sharding says.
+def run_on_shards(layer: Callable[[Tensor], Tensor], x: Any, sharding: Sharding) -> Any:
+    """Return the sum over ranks of a layer's results for all rows, placed as the sharding says.
 
     One collective gathers x if its rows are sharded, and one reduces the output; backward has their
-    duals. The block saves this rank's rows of x if x or the output is sharded, else x.
+    duals. The layer saves this rank's rows of x if x or the output is sharded, else x.
     """
     tensors = dtensor_library()
     mesh = sharding.mesh
@@ -196,14 +196,14 @@ def run_on_shards(block: Callable[[Tensor], Tensor], x: Any, sharding: Sharding)
     if row_placement is None or not whole.requires_grad:
         if view is not None:
             whole = _with_recipe(whole, recipes.cast(view, n, whole))
-        return _summed(block(whole), sharding)
+        return _summed(layer(whole), sharding)
     if x.placements != (row_placement,):
         rows_of_x = x.detach().redistribute(placements=[row_placement]).to_local()
     rows = _Rows(mesh, row_placement.dim % x.dim(), whole.shape)
     whole = _Whole.apply(whole, rows_of_x)
     index.put(whole, index.GATHERED_ROWS, partial(index.of_first_saved, "rows", rows.again))
-    y = block(whole)
-    # whether the block saves rows and gathers its input again
+    y = layer(whole)
+    # whether the layer saves rows and gathers its input again
     saved = raw_saved(y.grad_fn) if hasattr(type(y.grad_fn), "saved_tensors") else ()
     gathers = bool(saved) and isinstance(saved[0].data, recipes.View)
     is_like_x = (y.shape, y.dtype) == (rows.shape, rows_of_x.dtype)
@@ -220,7 +220,7 @@ class _Rows:
         self.mesh = mesh
         self.dim = dim
         self.shape = shape
-        # all rows of the block's input, gathered by a backward and not yet read
+        # all rows of the layer's input, gathered by a backward and not yet read
         self.prefetched: Tensor | None = None
 
     def gathered(self, *parts: Any) -> tuple[Tensor, ...]:
@@ -254,7 +254,7 @@ def _as_uneven_dtensor(
 
 
 def _with_recipe(whole: Tensor, view: recipes.View) -> Tensor:
-    """Return a tensor of which a block that reads it saves a view, as long as its node has one."""
+    """Return a tensor of which a layer that reads it saves a view, as long as its node has one."""
 
     def run(_: Any) -> Tensor:
         result = _Whole.apply(whole, whole)
@@ -272,7 +272,7 @@ def _first_source(y: Tensor, _: Any) -> Any:
 
 
 class _Whole(torch.autograd.Function):
-    """All rows; saves the tensor from which a block that reads them can make them again."""
+    """All rows; saves the tensor from which a layer that reads them can make them again."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: Tensor) -> Tensor:
@@ -286,7 +286,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _SumOfRows(torch.autograd.Function):
-    """This rank's rows of the sum over ranks; backward gathers the block's input, too."""
+    """This rank's rows of the sum over ranks; backward gathers the layer's input, too."""
 
     @staticmethod
     def forward(ctx: Any, y: Any, rows_of_x: Tensor, rows: _Rows) -> Tensor:

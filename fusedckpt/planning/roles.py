@@ -24,8 +24,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from fusedckpt.autograd.levels import LEVELS, saving
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import backward_id
+from fusedckpt.checkpointing.call_sequence import CallSequence, MultiCallSegment
 from fusedckpt.checkpointing.calls import Options
-from fusedckpt.checkpointing.chain import CallChain, ChainedSegment
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.fused_heads import FusedHead
@@ -199,7 +199,7 @@ def _recompute(options: Any, forward: Callable[..., Any], args: Any, kwargs: Any
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         return checkpoint(functools.partial(forward, **kwargs), *args, **options)
-    return ChainedSegment(NO_OPTIONS._replace(**options)).add_call(forward, args, kwargs)
+    return MultiCallSegment(NO_OPTIONS._replace(**options)).add_call(forward, args, kwargs)
 
 
 def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
@@ -207,5 +207,5 @@ def segmented(count: int = 1, offloads: bool = False) -> list[Role]:
 
     offloads: whether its inputs wait for backward in host memory.
     """
-    run = CallChain(NO_OPTIONS._replace(offload=offloads)).run
+    run = CallSequence(NO_OPTIONS._replace(offload=offloads)).run
     return [functools.partial(run, place) for place in range(count)]

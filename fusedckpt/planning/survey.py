@@ -358,7 +358,7 @@ def _is_cast(tensor: Tensor) -> bool:
 def _is_fused(node: Any) -> bool:
     """Whether a node is a fused layer's."""
     function = function_of(node)
-    return function is not None and function.__module__ == "fusedckpt.blocks.block"
+    return function is not None and function.__module__ == "fusedckpt.blocks.layer_function"
 
 
 def _attends(node: Any) -> bool:

@@ -91,7 +91,7 @@ class MemoryReport:
     # forward raised
     saved_bytes_with_recipes: int | None = None
     # the tensors that functions of a model fused with recipes made, by these functions: those that
-    # backward makes again, and those where a chain was cut
+    # backward makes again, and those where a sequence was cut
     recipes: tuple[RecipeGroup, ...] = ()
     # whether the model was in training mode
     is_training: bool = True

@@ -21,7 +21,7 @@ class RecipeGroup:
 
     # the functions that made them, the last one first
     functions: tuple[str, ...]
-    # whether they are saved all the same: a chain of more functions is not run again
+    # whether they are saved all the same: a longer sequence of functions is not run again
     is_cut: bool
     # their number, each counted once
     count: int
@@ -52,7 +52,7 @@ def report_rows_of(groups: Sequence[RecipeGroup]) -> list[Row]:
             _names(group.functions),
             f"{group.count}",
             size(group.nbytes),
-            "saved: its chain was cut" if group.is_cut else "made again",
+            "saved: its sequence was cut" if group.is_cut else "made again",
         )
         for group in groups[:_MOST_GROUPS]
     ]

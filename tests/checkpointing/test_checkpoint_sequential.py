@@ -1,4 +1,4 @@
-"""checkpoint_sequential cuts a chain anywhere, and checkpoints every segment."""
+"""checkpoint_sequential cuts a sequence of functions anywhere, and checkpoints every segment."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ WRITTEN = [(name, k) for name, parts in written().items() for k in range(1, len(
 
 
 def run_in(parts, segments, x, **options):
-    """Run a chain in segments, None for none, on what is no leaf."""
+    """Run functions in segments, None for none, on what is no leaf."""
     reset(nn.ModuleList(part for part in parts if isinstance(part, nn.Module)))
     x = x * 1
     if segments is not None:
@@ -228,7 +228,7 @@ def test_what_writes_its_input_runs_once_in_the_forward():
 
 
 def test_what_passes_through_is_not_kept():
-    """A mask goes through the chain: what the functions save is dropped after the first."""
+    """A mask goes through all functions: what the functions save is dropped after the first."""
     x, mask = randn(1 << 12), torch.ones(1 << 12, device=DEVICE)
 
     def part(both):

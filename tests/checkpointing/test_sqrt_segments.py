@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from fusedckpt import checkpoint_sequential
 from fusedckpt.checkpointing.sequential import (
-    ChainSizes,
-    chain_sizes,
+    FunctionBytes,
+    function_bytes,
     least_starts,
     measured_starts,
 )
@@ -38,17 +38,17 @@ def test_sqrt_is_the_least_of_all():
     for _ in range(100):
         count = draw.randint(1, 8)
         inputs, own, handed = ([draw.randint(0, 9) for _ in range(count)] for _ in range(3))
-        sizes = ChainSizes(inputs, own, [*(draw.choice([h, h, math.inf]) for h in handed), 1])
+        sizes = FunctionBytes(inputs, own, [*(draw.choice([h, h, math.inf]) for h in handed), 1])
         starts = (c for k in range(count) for c in combinations(range(1, count), k))
         assert total(sizes, least_starts(sizes)) == min(total(sizes, [0, *c]) for c in starts)
-    assert least_starts(ChainSizes([8] * 16, [0] * 16, [8] * 17)) == [0, 4, 8, 12]
+    assert least_starts(FunctionBytes([8] * 16, [0] * 16, [8] * 17)) == [0, 4, 8, 12]
 
 
 def test_sqrt_of_what_keeps_much_and_hands_on_little():
     """A pyramid: cuts where tensors are small, short segments where they are large."""
     model = [nn.Conv2d(4, 4, 3, 2 if i % 6 == 5 else 1, 1) for i in range(24)]
     x = randn(1, 4, 64, 64).cpu()
-    sizes = chain_sizes(model, x)
+    sizes = function_bytes(model, x)
     assert sizes.inputs[:7] == [x.nbytes] * 6 + [x.nbytes // 4]
     starts = sqrt_starts(model, x)
     even = min(total(sizes, [24 * i // k for i in range(k)]) for k in range(1, 25))
@@ -64,7 +64,9 @@ def test_what_each_function_saves():
     model = [torch.sin, torch.tanh, torch.sin, lambda x: x.sin().cos(), torch.neg, torch.tanh]
     b = x.nbytes
     # the last one's output counts as its own
-    assert chain_sizes(model, x) == ChainSizes([b, 0, b, b, 0, 0], [0, 0, 0, b, 0, b], [b] * 7)
+    assert function_bytes(model, x) == FunctionBytes(
+        [b, 0, b, b, 0, 0], [0, 0, 0, b, 0, b], [b] * 7
+    )
 
 
 class Counting(nn.Module):
@@ -124,7 +126,7 @@ def test_sqrt_leaves_no_trace_of_measuring():
 def test_sqrt_leaves_the_input_as_it_was():
     x = randn(4, 6).detach()
     before = x.clone()
-    chain_sizes([lambda x: x.mul_(2), torch.sin], x)
+    function_bytes([lambda x: x.mul_(2), torch.sin], x)
     assert torch.equal(x, before)
 
 

@@ -226,4 +226,4 @@ def is_fused(module, x):
     # torch 2.11 takes the name from a node whose output is gone
     y = module(x)
     name = y.grad_fn.name()
-    return name.endswith("Backward") and "Block" in name
+    return name.endswith("Backward") and "LayerFunction" in name

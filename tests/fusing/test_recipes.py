@@ -260,7 +260,7 @@ def test_modules_that_run_again_hold_nothing_of_the_forward():
 
 
 def test_choices():
-    """Reports ask which functions made what, and where a chain was cut."""
+    """Reports ask which functions made what, and where a sequence was cut."""
     eager, x = net("residual", torch.float32)
     ours = with_recipes(eager)
     with tracker.choices() as noted:

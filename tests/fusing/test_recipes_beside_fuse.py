@@ -25,7 +25,7 @@ class WrittenGELU(nn.Module):
 
 
 class Long(nn.Module):
-    """A chain of more functions than recipes alone run again."""
+    """A sequence of more functions than recipes alone run again."""
 
     def forward(self, x):
         for _ in range(9):

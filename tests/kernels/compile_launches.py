@@ -2,7 +2,7 @@
 
 import torch
 
-from fusedckpt.kernels import chains, gated_norm, gating, int8, norm, routed
+from fusedckpt.kernels import gated_norm, gating, int8, norm, pointwise, routed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.codes import coded_act, coded_grad
 from fusedckpt.kernels.cross_entropy import LogitRule, statistics, statistics_grad
@@ -65,21 +65,21 @@ def chained() -> None:
     layer, rms = norm.NormRule("layer", 1e-6), norm.NormRule("rms", 1e-6)
     for dtype, n in ((torch.bfloat16, 1152), (torch.float32, 3072)):
         x, w, parts = meta(8192, n, dtype=dtype), meta(n, dtype=dtype), meta(2, n, dtype=dtype)
-        chains.modulated_norm(x, None, None, parts, parts, 4096, layer)
-        chains.modulated_norm(x, w, w, parts, parts, 4096, layer)
-        chains.modulated_norm(x, w, None, parts, None, 4096, rms)
+        pointwise.modulated_norm(x, None, None, parts, parts, 4096, layer)
+        pointwise.modulated_norm(x, w, w, parts, parts, 4096, layer)
+        pointwise.modulated_norm(x, w, None, parts, None, 4096, rms)
         gate = parts[:, None]
         branch = x.view(2, 4096, n)
-        places = chains.operand_places_of(gate, branch)
+        places = pointwise.operand_places_of(gate, branch)
         assert places is not None
-        chains.gated_sum(branch, branch, gate, places)
+        pointwise.gated_sum(branch, branch, gate, places)
         x, w = meta(8, 320, 64, 64, dtype=dtype), meta(320, dtype=dtype)
         last = x.contiguous(memory_format=torch.channels_last)
         stats = meta(8, 32, dtype=torch.float32)
         sums = meta(320, dtype=torch.float32)
         for pictures in (x, last):
-            chains.channel_norm(pictures, stats, stats, w, w, 32, "silu")
-            chains.channel_norm(pictures, sums, sums, w, w, 0, "relu", pictures)
+            pointwise.channel_norm(pictures, stats, stats, w, w, 32, "silu")
+            pointwise.channel_norm(pictures, sums, sums, w, w, 0, "relu", pictures)
 
 
 def dropouts() -> None:

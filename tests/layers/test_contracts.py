@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt.autograd import dispatch
-from fusedckpt.blocks import block
+from fusedckpt.blocks import layer_function
 
 each = pytest.mark.parametrize("case", ALL, ids=lambda case: case.name)
 on_aten = pytest.mark.usefixtures("on_aten")
@@ -166,9 +166,11 @@ def test_double_backward_of_every_mask(case):
 @each
 @on_aten
 def test_double_backward_runs_the_reference(case, monkeypatch):
-    calls, reference_gradients = [], block.reference_gradients
+    calls, reference_gradients = [], layer_function.reference_gradients
     monkeypatch.setattr(
-        block, "reference_gradients", lambda *args: calls.append(1) or reference_gradients(*args)
+        layer_function,
+        "reference_gradients",
+        lambda *args: calls.append(1) or reference_gradients(*args),
     )
     inputs = case.inputs((3,), 4, 5)
     sums = [y.sum() for y in as_tuple(case.fused(*inputs))]

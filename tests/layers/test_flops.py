@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from block_calls import BLOCKS, MLPS, PRIMES, Operands, function_of, masks_of
+from linear_calls import BLOCKS, MLPS, PRIMES, Operands, function_of, masks_of
 from support import DEVICE, as_tuple, flops, gemm_flops
 
 T, D, F, *_ = PRIMES

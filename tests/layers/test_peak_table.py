@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from block_calls import LINEARS, MLPS, SAME, Operands, Sizes, function_of
+from linear_calls import LINEARS, MLPS, SAME, Operands, Sizes, function_of
 from support import DEVICE
 
 from fusedckpt.kernels import runtime
@@ -61,7 +61,7 @@ DROPPED_ADAPTERS = {
     "gate": Peak(1, 2, 4, 1.25, 1.25),
     "preact": Peak(2, 2, 3, 1.25, 1.25),
 }
-# a block, the kind of its linears as in block_calls, and the dropout of the hidden layer
+# a block, the kind of its linears as in linear_calls, and the dropout of the hidden layer
 PEAKS = {
     ("linear_act", "dense", 0.0): LINEAR,
     ("linear_act", "frozen", 0.0): LINEAR,

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import torch
-from block_calls import Dtypes, Operands, Sizes, function_of
+from linear_calls import Dtypes, Operands, Sizes, function_of
 from support import DEVICE, HALF, randn
 from torch import nn
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from block_calls import (
+from linear_calls import (
     BLOCKS,
     FLOAT,
     HALF,
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("on_aten")
 
 T, D, F, OUT, _ = PRIMES
 
-# roles are those of block_calls; a residual that is added before a norm has the role of x
+# roles are those of linear_calls; a residual that is added before a norm has the role of x
 HIDDEN = "x norm.weight norm.bias first.weight first.bias last.weight"
 # the gradient of LayerNorm's bias is a sum of rows and reads no x
 NORMED = "x norm.weight first.weight"
@@ -169,7 +169,7 @@ def test_mixed_dtypes(norm, dtypes):
         check_block(block, norm, kinds, dtypes, bias=False)
 
 
-# kinds of block_calls
+# kinds of linear_calls
 KINDS = {"dense+d": "float32", "quantized": "bfloat16", "quantized+d": "bfloat16"}
 
 

@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from block_calls import PRIMES, Dtypes, Operands, function_of
 from cases import CASES
+from linear_calls import PRIMES, Dtypes, Operands, function_of
 from support import as_tuple
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedckpt
 from fusedckpt import is_recomputing, prefetch_recompute
-from fusedckpt.checkpointing.chain import ChainedSegment
+from fusedckpt.checkpointing.call_sequence import MultiCallSegment
 from fusedckpt.memory import saved_tensors
 from fusedckpt.planning.roles import NO_OPTIONS
 
@@ -273,13 +273,13 @@ def test_nothing_lives_on_without_a_collection(monkeypatch):
     """No segment is in a cycle."""
     model, x = line(9), torch.randn(16, 32)
     planned(model, x, policy="uniform:2").apply(model)
-    alive, init = WeakSet(), ChainedSegment.__init__
+    alive, init = WeakSet(), MultiCallSegment.__init__
 
     def noted(segment, options):
         init(segment, options)
         alive.add(segment)
 
-    monkeypatch.setattr(ChainedSegment, "__init__", noted)
+    monkeypatch.setattr(MultiCallSegment, "__init__", noted)
     gc.disable()
     try:
         for _ in range(2):
@@ -298,7 +298,7 @@ def test_nothing_lives_on_without_a_collection(monkeypatch):
 def test_an_address_of_a_handed_on_output_is_used_again():
     """An output that is gone must not be taken for what comes to lie where it lay."""
     segment, x = (
-        ChainedSegment(NO_OPTIONS),
+        MultiCallSegment(NO_OPTIONS),
         torch.randn(4, 6, dtype=torch.float64, requires_grad=True),
     )
     total = 0

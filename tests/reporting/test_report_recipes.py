@@ -1,4 +1,4 @@
-"""The report names the functions whose results are made again, and where a chain was cut."""
+"""The report names the functions whose results are made again, and where a sequence was cut."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_the_functions_of_recipes_are_named():
     assert report.to_dict()["recipes"][0]["nbytes"] == NBYTES
 
 
-def test_a_cut_chain_is_named():
+def test_a_cut_sequence_is_named():
     report = reported(LIMIT + 1, recompute_elementwise=True)
     cut = [group for group in report.recipes if group.is_cut]
     assert [(group.functions[0], group.count, group.nbytes) for group in cut] == [
         ("softsign", 1, NBYTES)
     ]
     assert len(cut[0].functions) == LIMIT + 1
-    assert "saved: its chain was cut" in str(report)
+    assert "saved: its sequence was cut" in str(report)
     assert not any(
         group.is_cut for group in reported(LIMIT - 1, recompute_elementwise=True).recipes
     )

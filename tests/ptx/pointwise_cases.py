@@ -1,4 +1,4 @@
-"""Cases of the kernels of chains; tests/kernels/test_chains.py interprets them, too."""
+"""Cases of kernels of cheap functions; tests/kernels/test_pointwise.py interprets them, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedckpt.kernels import chains
+from fusedckpt.kernels import pointwise
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.norm import NormRule
 from tests.ptx.judging import DTYPES, KernelCase, Maybe, Results, beside, named
@@ -23,7 +23,7 @@ def modulated(
     weight = torch.randn(n, dtype=dtype) if affine else None
     bias = torch.randn(n, dtype=dtype) if affine and norm == "layer" else None
     rule = NormRule(norm, 1e-6)
-    y = chains.modulated_norm(x, weight, bias, factor, added, rows, rule)
+    y = pointwise.modulated_norm(x, weight, bias, factor, added, rows, rule)
 
     def eager(x: Tensor, weight: Maybe, bias: Maybe, factor: Tensor, added: Maybe) -> list[Maybe]:
         normed = (
@@ -56,7 +56,7 @@ def channels(
     mean = grouped.mean(-1).float()
     rstd = (grouped.var(-1, correction=0) + 1e-5).rsqrt().float()
     added = r if residual else None
-    y = chains.channel_norm(x, mean, rstd, w, b, groups, activation, added)
+    y = pointwise.channel_norm(x, mean, rstd, w, b, groups, activation, added)
     assert y.stride() == x.stride()
 
     def eager(x: Tensor, w: Tensor, b: Tensor, added: Maybe) -> list[Maybe]:
@@ -78,14 +78,14 @@ def gated(kind: str, size: tuple[int, ...], gate_size: tuple[int, ...]) -> Resul
         gate = torch.randn(gate_size[0], 2, *gate_size[1:], dtype=dtype)[:, 1]
     else:
         gate = torch.randn(gate_size, dtype=dtype)
-    places = chains.operand_places_of(gate, branch)
+    places = pointwise.operand_places_of(gate, branch)
     assert places is not None
-    y = chains.gated_sum(residual, branch, gate, places)
+    y = pointwise.gated_sum(residual, branch, gate, places)
     return beside([y], lambda r, b, g: [r + g * b], residual, branch, gate)
 
 
-def chain_cases() -> list[KernelCase]:
-    """Return the cases of chains."""
+def pointwise_cases() -> list[KernelCase]:
+    """Return the cases of sequences."""
     return [
         named(modulated, "bf16", 7, 1152, affine=True),
         named(modulated, "f32", 5, 3072, affine=True),

@@ -19,7 +19,7 @@ from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import SEES_BATCHES
 from fusedckpt.blocks import compiled, derive, eager, ops, reader, run
 from fusedckpt.blocks.builder import GATED, PACKED, Linears
-from fusedckpt.blocks.call import BlockCall
+from fusedckpt.blocks.call import LayerCall
 from fusedckpt.blocks.eager import draw_seeds
 from fusedckpt.blocks.late import WeightRead, hand_over
 from fusedckpt.blocks.layer import Layer, LinearLayer, Pairs
@@ -36,7 +36,7 @@ from fusedckpt.blocks.run import IS_PRESENT
 from fusedckpt.blocks.writer import Flags, Schedule
 
 
-class Block(torch.autograd.Function):
+class LayerFunction(torch.autograd.Function):
     """A call of a fused layer; its arguments after the phase are inputs, then parameters.
 
     phase: how it saves where hooks see its saved tensors, as in a checkpoint (autograd/phases.py);
@@ -44,14 +44,14 @@ class Block(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: BlockCall, phase: SavePhase | None, *tensors: Any) -> Any:
+    def forward(ctx: Any, call: LayerCall, phase: SavePhase | None, *tensors: Any) -> Any:
         """Return the results; save the level's tensors that a wanted gradient reads."""
         needs = ctx.needs_input_grad[2:]
         if True not in needs:
             phase = None
         levels_now = None if phase is None else phase.levels
-        # without a call, where it was planned before
-        saved = call.save_plans.get((needs, levels_now)) or call.save_plan(needs, levels_now)
+        # without a Python call where it was made before
+        saved = call.save_specs.get((needs, levels_now)) or call.save_spec(needs, levels_now)
         inputs = list(map(tensors.__getitem__, saved.inputs))
         params = list(map(tensors.__getitem__, saved.params))
         quantized = None
@@ -94,7 +94,7 @@ class Block(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         """Return the wanted gradients."""
-        call: BlockCall = ctx.call
+        call: LayerCall = ctx.call
         begun = autograd.begin(ctx, *dys)
         if begun is None:
             return (None,) * (2 + len(call.metas))
@@ -139,7 +139,7 @@ def _first(dys: Sequence[Tensor | None]) -> Tensor:
     return next(dy for dy in dys if dy is not None)
 
 
-def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) -> Any:
+def apply(call: LayerCall, phase: SavePhase | None, x: Tensor, *tensors: Any) -> Any:
     """Run a call on its tensors, x first."""
     if call.num_seeds:
         tensors = (*tensors, draw_seeds(x, call.num_seeds))
@@ -153,7 +153,7 @@ def apply(call: BlockCall, phase: SavePhase | None, x: Tensor, *tensors: Any) ->
             ]
         )
     read = x if call.input_dtype is None else x.to(call.input_dtype)
-    function = partial(Block.apply, call, phase)
+    function = partial(LayerFunction.apply, call, phase)
     # `tracker.active()`, without a call
     tracker_of_forward = tracker.reference()()
     if phase is None and (x.grad_fn is not None or tracker_of_forward is not None):
@@ -187,7 +187,7 @@ def run_layer(
     tensors: Sequence[Any] = ()
     dense = tensors
     if linears:
-        if torch.compiler.is_compiling() and not dispatch.is_recorded(x):
+        if torch.compiler.is_compiling() and not dispatch.is_traced(x):
             return _compiled(described, x, between, linears)
         dense = tensors = list(chain.from_iterable(linears))
         is_dense = autograd.DENSE.issuperset(map(type, tensors))
@@ -263,7 +263,7 @@ def _compiled(layer: LinearLayer, x: Tensor, between: Sequence[Any], linears: Pa
     return compiled.run(lambda x: layer.reference(x, between, linears), saved, x)
 
 
-def _check_twice(call: BlockCall, values: dict[Any, Any], backward: Schedule) -> None:
+def _check_twice(call: LayerCall, values: dict[Any, Any], backward: Schedule) -> None:
     """Refuse second derivatives without a value that a backward without products reads."""
     for name in backward.names("value"):
         if name not in values:
@@ -277,7 +277,7 @@ def _reference_gradients(
     ctx: Any, saved: dict[Any, Any], dys: Sequence[Tensor | None], wanted: Flags
 ) -> list[Tensor | None]:
     """Return gradients by the eager reference, as a graph that can be differentiated again."""
-    call: BlockCall = ctx.call
+    call: LayerCall = ctx.call
     program = call.program
     like = _first(dys)
     count = call.num_inputs

@@ -16,9 +16,9 @@ from support import compare, randn, saved_bytes
 from torch import Tensor, nn
 
 from fusedckpt.autograd.dispatch import Context, Meta
-from fusedckpt.blocks import block
+from fusedckpt.blocks import layer_function
 from fusedckpt.blocks.builder import Builder
-from fusedckpt.blocks.call import BlockCall
+from fusedckpt.blocks.call import LayerCall
 from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, norm_rule_of
 from fusedckpt.blocks.steps import Hidden, Norm
 
@@ -32,7 +32,7 @@ SAVED = {
 }
 
 
-def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> BlockCall:
+def call_of(metas: tuple[Meta, ...], level: str, chunks: int) -> LayerCall:
     """Return the layer as a program."""
     x, w1, b1, weight, w2, b2 = metas
     dtype = x.dtype
@@ -56,7 +56,7 @@ def relu2_mlp(
     tensors = x, w1, b1, weight, w2, b2
     metas = tuple([Meta(t.shape, t.dtype, t.device) for t in tensors])
     call = call_of(metas, level, chunks)
-    return block.apply(call, None, x, w1, b1, weight, None, w2, b2)
+    return layer_function.apply(call, None, x, w1, b1, weight, None, w2, b2)
 
 
 def eager(x: Tensor, w1: Any, b1: Any, weight: Any, w2: Any, b2: Any) -> Tensor:

@@ -1,12 +1,12 @@
-"""Chains of recipes that one kernel makes, where kernels run (`kernels/chains.py`).
+"""Sequences of recipes that one kernel makes, where kernels run (`kernels/pointwise.py`).
 
     act(group_norm(x)), act(batch_norm(x) + residual)    from the statistics that autograd saves
     norm(x) * factor + shift                             also of fused norms
     residual + gate * branch
 
-A chain is found from its end, the recipe that a reader asks for. Values between are not made, also
-where other readers will need them later: they are made for these then. On ATen each function runs
-as it did in the forward, with the same bits.
+A sequence is found from its end, the recipe that a reader asks for. Values between are not made,
+also where other readers will need them later: they are made for these then. On ATen each function
+runs as it did in the forward, with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.autograd.recipes import Leaf, Made, View, key_of
 from fusedckpt.autograd.replay import Replay
 from fusedckpt.blocks import reader
-from fusedckpt.kernels import chains
+from fusedckpt.kernels import pointwise
 from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_vector
 
@@ -59,7 +59,7 @@ _ROW_NORMS = {
 }
 
 
-def chain_statistics(
+def recipe_statistics(
     func: Any, x: Tensor, num_groups: int, inputs: Sequence[Tensor], saved: Sequence[Tensor]
 ) -> list[Tensor]:
     """Return the mean and the inverse deviation that a norm saved, [] where no kernel reads them.
@@ -119,8 +119,8 @@ def _dtype_of(view: View | Leaf) -> torch.dtype:
     return view.source.dtype
 
 
-class _Chain:
-    """A chain that a kernel makes; passed: the recipes that it passes over, from the end on."""
+class _RecipeSequence:
+    """A sequence that a kernel makes; passed: the recipes that it passes over, from the end on."""
 
     def __init__(self, *passed: Made):
         self._passed = passed
@@ -136,7 +136,7 @@ class _Chain:
             self._has_readers[id(made)] = is_left
 
     def read(self, view: Any, owner: Made) -> Any:
-        """Read an input of a recipe of the chain; None stays."""
+        """Read an input of a recipe of the sequence; None stays."""
         if view is None:
             return None
         if self._has_readers.get(id(owner), False):
@@ -144,8 +144,8 @@ class _Chain:
         return view.read()
 
 
-def run_chain(made: Made) -> Sequence[Tensor] | None:
-    """Return the result of the chain that ends in a recipe, None where no kernel makes it."""
+def run_recipes(made: Made) -> Sequence[Tensor] | None:
+    """Return the result of the sequence that ends in a recipe, None where no kernel makes it."""
     if len(made.layouts) != 1 or not made.inputs:
         return None
     device = made.again.device if isinstance(made.again, Replay) else None
@@ -212,13 +212,13 @@ def _channel_norm(end: _Call) -> Callable[[], Tensor] | None:
         passed.append(call.made)
     if call.func not in _NORM_ARGUMENTS:
         return None
-    return _of_statistics(end, call, activation, (residual, owner), _Chain(*passed))
+    return _of_statistics(end, call, activation, (residual, owner), _RecipeSequence(*passed))
 
 
 def _of_statistics(
-    end: _Call, call: _Call, activation: str, added: tuple[Any, Made], chain: _Chain
+    end: _Call, call: _Call, activation: str, added: tuple[Any, Made], sequence: _RecipeSequence
 ) -> Callable[[], Tensor] | None:
-    """Return the launch of a chain over a norm's statistics, None where no kernel takes it.
+    """Return the launch of a sequence over a norm's statistics, None where no kernel takes it.
 
     end: the last function; call: the norm; added: the residual, None where absent, and the recipe
     that reads it.
@@ -236,21 +236,21 @@ def _of_statistics(
     is_like = residual is None or residual.stride == x.stride
     dtypes = {_dtype_of(view) for view in (x, residual) if view is not None}
     probe = torch.empty_strided(x.size, x.stride, device="meta")
-    is_known = probe.is_contiguous() or chains.is_channels_last(probe)
+    is_known = probe.is_contiguous() or pointwise.is_channels_last(probe)
     if not (is_dense and is_like and is_known and dtypes == {end.made.layouts[0][2]}):
         return None
 
     def launch() -> Tensor:
-        chain.begin()
-        return chains.channel_norm(
-            chain.read(x, norm),
-            chain.read(norm.inputs[-2], norm).contiguous(),
-            chain.read(norm.inputs[-1], norm).contiguous(),
-            as_vector(chain.read(options.get("weight"), norm)),
-            as_vector(chain.read(options.get("bias"), norm)),
+        sequence.begin()
+        return pointwise.channel_norm(
+            sequence.read(x, norm),
+            sequence.read(norm.inputs[-2], norm).contiguous(),
+            sequence.read(norm.inputs[-1], norm).contiguous(),
+            as_vector(sequence.read(options.get("weight"), norm)),
+            as_vector(sequence.read(options.get("bias"), norm)),
             options.get("num_groups", 0),
             activation,
-            chain.read(residual, owner),
+            sequence.read(residual, owner),
         )
 
     return launch
@@ -270,7 +270,9 @@ def _modulated_norm(end: _Call) -> Callable[[], Tensor] | None:
         inner = _inner(view, end.made)
         norm = None if inner is None else _row_norm(inner)
         if norm is not None:
-            return _of_rows(end, product.made, norm, factor, shift, _Chain(*passed, norm.made))
+            return _of_rows(
+                end, product.made, norm, factor, shift, _RecipeSequence(*passed, norm.made)
+            )
     return None
 
 
@@ -310,7 +312,12 @@ def _row_norm(made: Made) -> _RowNorm | None:
 
 
 def _of_rows(
-    end: _Call, product: Made, norm: _RowNorm, factor: View, shift: View | None, chain: _Chain
+    end: _Call,
+    product: Made,
+    norm: _RowNorm,
+    factor: View,
+    shift: View | None,
+    sequence: _RecipeSequence,
 ) -> Callable[[], Tensor] | None:
     """Return the launch of a modulated norm, None where no kernel takes it.
 
@@ -325,20 +332,20 @@ def _of_rows(
     parts = [view for view in (factor, shift) if view is not None]
     dtypes = {_dtype_of(view) for view in (x, *parts)}
     rows = {_rows_of(view, x.size) for view in parts}
-    if not (is_contiguous and chains.fits(n) and dtypes == {layout[2]} and len(rows) == 1):
+    if not (is_contiguous and pointwise.fits(n) and dtypes == {layout[2]} and len(rows) == 1):
         return None
     per_part = rows.pop()
     if per_part is None:
         return None
 
     def launch() -> Tensor:
-        chain.begin()
-        y = chains.modulated_norm(
-            chain.read(x, norm.made).reshape(-1, n),
-            as_vector(chain.read(norm.weight, norm.made)),
-            as_vector(chain.read(norm.bias, norm.made)),
-            chain.read(factor, product).reshape(-1, n),
-            None if shift is None else chain.read(shift, end.made).reshape(-1, n),
+        sequence.begin()
+        y = pointwise.modulated_norm(
+            sequence.read(x, norm.made).reshape(-1, n),
+            as_vector(sequence.read(norm.weight, norm.made)),
+            as_vector(sequence.read(norm.bias, norm.made)),
+            sequence.read(factor, product).reshape(-1, n),
+            None if shift is None else sequence.read(shift, end.made).reshape(-1, n),
             per_part,
             norm.rule,
         )
@@ -374,17 +381,17 @@ def _gated_sum(end: _Call) -> Callable[[], Tensor] | None:
         )
         are_alike = {(v.size, v.stride) for v in (branch, residual)} == {layout[:2]}
         dtypes = {_dtype_of(v) for v in (branch, gate, residual)}
-        places = chains.operand_places_of(gates, probe) if are_alike else None
+        places = pointwise.operand_places_of(gates, probe) if are_alike else None
         if places is not None and dtypes == {layout[2]}:
             return partial(_launch_sum, end.made, product.made, (residual, branch, gate), places)
     return None
 
 
 def _launch_sum(
-    end: Made, product: Made, views: tuple[View, View, View], places: chains.GatePlaces
+    end: Made, product: Made, views: tuple[View, View, View], places: pointwise.GatePlaces
 ) -> Tensor:
     residual, branch, gate = views
-    chain = _Chain(product)
-    chain.begin()
-    values = chain.read(branch, product), chain.read(gate, product)
-    return chains.gated_sum(chain.read(residual, end), *values, places)
+    sequence = _RecipeSequence(product)
+    sequence.begin()
+    values = sequence.read(branch, product), sequence.read(gate, product)
+    return pointwise.gated_sum(sequence.read(residual, end), *values, places)

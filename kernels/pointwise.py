@@ -1,11 +1,11 @@
-"""Chains of cheap functions, forward, in one kernel each: no value between two of them is stored.
+"""Sequences of cheap functions, forward, in one kernel each: no value between two is stored.
 
     modulated_norm  norm(x) * factor + shift, for each sample its own factor and shift
     channel_norm    act((x - mean) * rstd * weight + bias + residual), from saved statistics:
                     a group norm or batch norm, and its activation
     gated_sum       residual + gate * branch, the gate broadcast
 
-Backward runs them to make a saved value again (`fusing/chain_kernels.py`). Each reads its inputs
+Backward runs them to make a saved value again (`fusing/recipe_kernels.py`). Each reads its inputs
 once and writes its result once; between them all is float32.
 """
 
@@ -22,7 +22,7 @@ from .norm_kernels import normalize
 from .runtime import cdiv, is_exact, jit_kernel, load, store, tl
 
 # elements of a program of the kernels over elements, 8 a thread
-CHAIN_TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
+POINTWISE_TILE: dict[str, Any] = {"BLOCK": 1024, "num_warps": 4}
 
 
 class Modulation(NamedTuple):
@@ -201,8 +201,8 @@ def channel_norm(
     t = Channels(x, mean, rstd, weight, bias, residual, y)
     size = channels // groups if groups else 1
     act = ACTIVATIONS[activation].value_and_grad
-    how = {"ACTIVATION": act, "LAST": is_channels_last(x), **CHAIN_TILE}
-    grid = (cdiv(x.numel(), CHAIN_TILE["BLOCK"]),)
+    how = {"ACTIVATION": act, "LAST": is_channels_last(x), **POINTWISE_TILE}
+    grid = (cdiv(x.numel(), POINTWISE_TILE["BLOCK"]),)
     sizes = x.numel(), channels, length, groups, size
     channel_norm_kernel[grid](t, *sizes, **how)
     return y
@@ -216,8 +216,8 @@ def is_channels_last(x: Tensor) -> bool:
 def gated_sum(residual: Tensor, branch: Tensor, gate: Tensor, places: GatePlaces) -> Tensor:
     """Return residual + gate * branch, tensors with one layout but for the gate."""
     y = torch.empty_like(branch)
-    grid = (cdiv(branch.numel(), CHAIN_TILE["BLOCK"]),)
-    gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **CHAIN_TILE)
+    grid = (cdiv(branch.numel(), POINTWISE_TILE["BLOCK"]),)
+    gated_sum_kernel[grid](residual, branch, gate, y, branch.numel(), *places, **POINTWISE_TILE)
     return y
 
 

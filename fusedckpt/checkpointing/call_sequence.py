@@ -3,7 +3,7 @@
 A planner checkpoints modules of someone's model in one segment, while the code of that model calls
 them. A call is known to belong to the segment only when it comes:
 
-    open segment of a chain   call of the chain     the call
+    open segment              call                  the call
     none                      place 0               opens a segment
     next place 1              place 1               is added to it: its argument is an output of the
                                                     call before, which the segment does not save
@@ -50,7 +50,7 @@ class CallOutput(Argument):
         return made[self.place]
 
 
-class ChainedCall(Call):
+class SegmentCall(Call):
     """A call of a segment of several.
 
     number: of calls before it. last_uses: by output of a call, the number of the last call that
@@ -95,20 +95,20 @@ class _Returned(NamedTuple):
     argument: CallOutput
 
 
-class ChainedSegment(Segment):
+class MultiCallSegment(Segment):
     """A segment of several calls in a row."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         # by place in memory
         self._outputs: dict[Any, _Returned] = {}
-        # see `ChainedCall`
+        # see `SegmentCall`
         self._last_uses: dict[tuple[int, int], int] = {}
 
     def add_call(self, fn: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Call `fn` as the next call of the segment, and return its output."""
         number = len(self.calls)
-        call = ChainedCall(
+        call = SegmentCall(
             fn, args, kwargs, self.options, self._argument_of, number, self._last_uses
         )
         output = self.run(call, args, kwargs)
@@ -151,10 +151,10 @@ class Open(NamedTuple):
     """The segment to which the next call of this thread may be added."""
 
     # a weak reference: it is open while a graph keeps it
-    segment: Callable[[], ChainedSegment | None]
-    # the chain of functions that it is a segment of
-    owner: CallChain | None
-    # the place in that chain of the call that it expects
+    segment: Callable[[], MultiCallSegment | None]
+    # the functions that it is a segment of
+    owner: CallSequence | None
+    # the place among these of the call that it expects
     next_place: int
 
 
@@ -165,7 +165,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class CallChain:
+class CallSequence:
     """Functions that are called one after the other, and checkpointed as one segment.
 
     Under torch.compile every function is a checkpoint of its own.
@@ -189,7 +189,7 @@ class CallChain:
             if segment is not None and opened.next_place < place:
                 segment = segment if segment.has_returned(args) else None
         if segment is None:
-            segment = ChainedSegment(self._options)
+            segment = MultiCallSegment(self._options)
         # a call inside this one opens segments of its own
         _thread.open = _Thread.open
         output = segment.add_call(fn, args, kwargs)

@@ -14,7 +14,7 @@ import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.fusing import dropouts
 from fusedckpt.fusing.accuracy import Errors
-from fusedckpt.kernels import chains
+from fusedckpt.kernels import pointwise
 from fusedckpt.memory import saved_tensors
 
 pytest.importorskip("triton", reason="kernels need Triton")
@@ -24,11 +24,11 @@ C, D, T = 8, 16, 12
 
 @pytest.fixture
 def launched(monkeypatch) -> list[str]:
-    """Note the launches of chains."""
+    """Note the launches of the kernels."""
     names: list[str] = []
 
     def noting(name):
-        launch = getattr(chains, name)
+        launch = getattr(pointwise, name)
 
         def note(*args):
             names.append(name)
@@ -37,7 +37,7 @@ def launched(monkeypatch) -> list[str]:
         return note
 
     for name in ("modulated_norm", "channel_norm", "gated_sum"):
-        monkeypatch.setattr(chains, name, noting(name))
+        monkeypatch.setattr(pointwise, name, noting(name))
     return names
 
 

@@ -1,15 +1,15 @@
-"""Kernels of chains by the error rule: interpreted on a CPU, for real on a GPU."""
+"""Kernels of cheap functions by the error rule: interpreted on a CPU, for real on a GPU."""
 
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="kernels need Triton")
 
-from fusedckpt.kernels.chains import is_channels_last, operand_places_of
-from tests.ptx.chain_cases import chain_cases
+from fusedckpt.kernels.pointwise import is_channels_last, operand_places_of
 from tests.ptx.judging import judge
+from tests.ptx.pointwise_cases import pointwise_cases
 
-CASES = {case.name: case for case in chain_cases()}
+CASES = {case.name: case for case in pointwise_cases()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,7 @@
 """Walk over a model's modules, and find the swaps of norms, MLPs, linears and experts.
 
-A module that is none of these itself may hold one: a Sequential with blocks among its layers, or a
-layer with a method that is an MLP.
+A module that is none of these itself may hold one: a Sequential with runs that can be fused, or
+a layer with a method that is an MLP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_mlps import FusedFeedForward, level_or_inputs
 from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.match_experts import has_experts_parameters
-from fusedckpt.fusing.match_mlps import SequentialBlock, blocks_of, feed_forward_of
+from fusedckpt.fusing.match_mlps import SwappedRun, feed_forward_of, swapped_runs
 from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.matcher import Matcher, swap_obstacle
 from fusedckpt.fusing.mlp_reader import rates_above_zero
@@ -30,7 +30,7 @@ from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential
 
 
-class BlockFinder:
+class SwapFinder:
     """The walk of one call of `fuse` over the modules of a model."""
 
     def __init__(self, search: Search, matcher: Matcher):
@@ -53,7 +53,7 @@ class BlockFinder:
             inside.update(_computed_in(module, attributes))
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
-        """Return a module's swap, if any; report why a module that looks like a block has none."""
+        """Return a module's swap, if any; report why a module that looks like an MLP has none."""
         if (original := module.__dict__.get(MARK)) is not None:
             for inner, part in original.parts.items():
                 if self.search.has(join_names(name, inner), part.kind):
@@ -64,12 +64,12 @@ class BlockFinder:
             if self.search.has(name, "mlp") and any(True for _ in module.parameters()):
                 self.report.leave(name, "mlp", NotFused("scripted"), module.original_name)
             return None
-        if isinstance(module, nn.Sequential) and not self._is_one_block(module):
+        if isinstance(module, nn.Sequential) and not self._is_swapped_whole(module):
             return self._sequential_swap(name, module)
         return self._whole_swap(name, module)
 
     def _whole_swap(self, name: str, module: nn.Module) -> Swap | None:
-        """Return the swap of a module that is one block as a whole."""
+        """Return the swap of a module as a whole."""
         obstacles: dict[str, NotFused] = {}
         for kind in _kinds_to_try(module):
             is_asked = self.search.has(name, kind)
@@ -88,7 +88,7 @@ class BlockFinder:
     def _report_lookalike(
         self, name: str, module: nn.Module, obstacles: dict[str, NotFused]
     ) -> None:
-        """Report a module that looks like a block, and why it is none."""
+        """Report a module that looks like a fused layer, and why it is none."""
         if has_experts_parameters(module):
             kind = "experts"
         else:
@@ -99,9 +99,9 @@ class BlockFinder:
         reason = reasons.of_module(module, kind, obstacle)
         self.report.leave(name, kind, reason, type(module).__name__)
 
-    def _is_one_block(self, module: nn.Sequential) -> bool:
+    def _is_swapped_whole(self, module: nn.Sequential) -> bool:
         kinds = self.search.kinds
-        return (kinds["mlp"] or kinds["linear"]) and self.matcher.is_one_block(module)
+        return (kinds["mlp"] or kinds["linear"]) and self.matcher.is_swapped_whole(module)
 
     def _feed_forward_swap(self, name: str, module: nn.Module) -> Swap | None:
         """Return the swap of a layer's method that is an MLP."""
@@ -143,40 +143,40 @@ class BlockFinder:
         return swap
 
     def _sequential_swap(self, prefix: str, parent: nn.Sequential) -> Swap | None:
-        """Return the swap of a Sequential with blocks among its layers."""
+        """Return the swap of a Sequential with runs that can be fused."""
         save = level_or_inputs(self.matcher.save, ("inputs", "preact"))
         attributes = {"save": save, "chunks": self.matcher.chunks}
-        blocks = blocks_of(parent, save, self.matcher.chunks)
-        if not any(block.swap.kind == "mlp" for block in blocks.values()):
+        found_runs = swapped_runs(parent, save, self.matcher.chunks)
+        if not any(run.swap.kind == "mlp" for run in found_runs.values()):
             swap = self._tail_swap(prefix, parent)
             if swap is not None:
                 return swap
-        fused = [layer for block in blocks.values() for layer in block.layers.values()]
+        fused = [layer for run in found_runs.values() for layer in run.layers.values()]
         self._report_linears_apart(prefix, parent, fused)
         asked = {
-            name: block
-            for name, block in blocks.items()
-            if self.search.has(join_names(prefix, name), block.swap.kind)
+            name: run
+            for name, run in found_runs.items()
+            if self.search.has(join_names(prefix, name), run.swap.kind)
         }
-        # one block that cannot be fused, or is not asked for, leaves all blocks as they are
+        # one run that cannot be fused, or is not asked for, leaves all runs as they are
         obstacle = reasons.of_storage(parent) or swap_obstacle(parent, attributes, fused)
         if obstacle is None and _overrides_calls(type(parent)):
             obstacle = NotFused("sequential")
-        if obstacle is None and len(asked) < len(blocks):
+        if obstacle is None and len(asked) < len(found_runs):
             obstacle = NotFused("neighbor")
         parts: dict[str, Part] = {}
-        for name, block in asked.items():
+        for name, run in asked.items():
             if obstacle is not None:
                 break
-            swap = self.matcher.verified(nn.Sequential(*block.layers.values()), block.swap)
+            swap = self.matcher.verified(nn.Sequential(*run.layers.values()), run.swap)
             if isinstance(swap, NotFused):
                 obstacle = swap
             else:
                 parts[name] = swap.parts[""]
-        for name, block in asked.items():
+        for name, run in asked.items():
             full_name = join_names(prefix, name)
             if obstacle is not None:
-                self.report.leave(full_name, block.swap.kind, obstacle, type(parent).__name__)
+                self.report.leave(full_name, run.swap.kind, obstacle, type(parent).__name__)
             else:
                 self.report.swap(full_name, parts[name])
         if obstacle is not None or not asked:
@@ -189,7 +189,7 @@ class BlockFinder:
     def _report_linears_apart(
         self, prefix: str, parent: nn.Sequential, fused: list[nn.Module]
     ) -> None:
-        """Report the linears of a Sequential whose activation is in no block with them."""
+        """Report the linears of a Sequential whose activation is in no run with them."""
         for name, reason in reasons.linears_apart(parent):
             is_asked = self.search.has(join_names(prefix, name), "linear")
             if is_asked and parent.get_submodule(name) not in fused:
@@ -198,7 +198,7 @@ class BlockFinder:
 
 
 def _kinds_to_try(module: nn.Module) -> tuple[str, ...]:
-    """Return the kinds of blocks that a module may be as a whole."""
+    """Return the kinds of found_runs that a module may be as a whole."""
     if adapters.is_lora(module):
         return ("linear",)
     if has_experts_parameters(module):
@@ -211,9 +211,9 @@ def _overrides_calls(kind: type[nn.Sequential]) -> bool:
     return (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__)
 
 
-def _entered(parent: nn.Sequential, blocks: Iterable[SequentialBlock]) -> Iterator[nn.Module]:
-    """Yield the Sequentials inside in which a block begins or ends: these are not called."""
-    names = {name for block in blocks for name in block.layers if "." in name}
+def _entered(parent: nn.Sequential, found_runs: Iterable[SwappedRun]) -> Iterator[nn.Module]:
+    """Yield the Sequentials inside in which a run begins or ends: these are not called."""
+    names = {name for run in found_runs for name in run.layers if "." in name}
     outer = {name[:place] for name in names for place, c in enumerate(name) if c == "."}
     return map(parent.get_submodule, outer)
 
@@ -226,7 +226,7 @@ def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Modul
     match = attributes.get("_fusedckpt_match")
     is_dropping = any(True for _ in rates_above_zero(module, match))
     # a linear and its activation may read a recipe, and be read by one
-    shares = may_share(module, getattr(match, "block", None))
+    shares = may_share(module, getattr(match, "pattern", None))
     if isinstance(module, ScriptModule):
         return [*module.modules()]
     if match is None or is_dropping or shares:

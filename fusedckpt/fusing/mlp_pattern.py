@@ -1,4 +1,4 @@
-"""Which block a recorded forward is: its products with weights, and the activation between them.
+"""The pattern of a recorded forward: its products with weights, and the activation between them.
 
 An activation is a function of single elements that may be made of any ops. It is evaluated from the
 recording, on numbers from 1e-30 to 1e30, and looked up in the table of activations: a function that
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
-from fusedckpt.fusing.mlp_reader import LinearPaths, MatchedBlock
+from fusedckpt.fusing.mlp_reader import LinearPaths, MLPPattern
 from fusedckpt.fusing.op_recorder import Node, nodes_behind
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import takes_one, undisturbed
@@ -28,8 +28,8 @@ _TOL = 1e-8
 _LINEAR_OPS = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
-def block_of(recording: Recording) -> MatchedBlock | NotFused:
-    """Return the block that a recorded forward is, or why it is none."""
+def pattern_of(recording: Recording) -> MLPPattern | NotFused:
+    """Return the pattern of a recorded forward, or why it has none."""
     y = recording.y
     if y is None:
         assert recording.reason is not None
@@ -39,18 +39,18 @@ def block_of(recording: Recording) -> MatchedBlock | NotFused:
     if (input_shape[:-1], input_dtype) != (result_shape[:-1], result_dtype):
         sizes = f"{result_dtype} {[*result_shape]} for an input of {input_dtype} {[*input_shape]}"
         return NotFused("result", sizes)
-    # the hidden layer, and the last linear if the block has one
+    # the hidden layer, and the last linear if the pattern has one
     hidden, last = (y.inputs[0], [y]) if y.kind == "product" else (y, [])
-    block = _hidden_block(hidden, last)
-    if block is not None:
-        return block
+    pattern = _hidden_pattern(hidden, last)
+    if pattern is not None:
+        return pattern
     ops = [node for node in recording.nodes if node.kind in ("elementwise", "other")]
     names = dict.fromkeys(node.name.rstrip("_") for node in ops)
     return NotFused("ops", ", ".join(names) or "linears alone")
 
 
-def _hidden_block(hidden: Node, last: list[Node]) -> MatchedBlock | None:
-    """Return the block with this hidden layer, None if it is no activation of products of x."""
+def _hidden_pattern(hidden: Node, last: list[Node]) -> MLPPattern | None:
+    """Return the pattern with this hidden layer, None if it is no activation of products of x."""
     leaves = _leaves(hidden)
     products = [leaf.inputs[0] if leaf.kind == "columns" else leaf for leaf in leaves]
     are_of_x = all(p.kind == "product" and p.inputs[0].kind == "x" for p in products)
@@ -63,31 +63,31 @@ def _hidden_block(hidden: Node, last: list[Node]) -> MatchedBlock | None:
     return None
 
 
-def _with_activation(hidden: Node, z: Node, last: list[Node]) -> MatchedBlock | None:
-    """Return the block of a linear and its activation, and of a last linear if there is one."""
+def _with_activation(hidden: Node, z: Node, last: list[Node]) -> MLPPattern | None:
+    """Return the pattern of a linear and its activation, and of a last linear if there is one."""
     name = _activation_of(hidden, z)
     if name in (None, "identity"):
         return None
     kind = "mlp" if last else "linear_act"
-    return MatchedBlock(kind, tuple(map(_paths_of, [z, *last])), str(name))
+    return MLPPattern(kind, tuple(map(_paths_of, [z, *last])), str(name))
 
 
 def _gated(
     hidden: Node, leaves: list[Node], products: list[Node], last: list[Node]
-) -> MatchedBlock | None:
+) -> MLPPattern | None:
     """Return the gated MLP whose gate is one of two leaves, products or halves of one product."""
     for gate, up in (leaves, leaves[::-1]):
         name = _activation_of(hidden, gate, up)
         if name in (None, "identity"):
             continue
         if leaves == products:
-            return MatchedBlock("gated_mlp", tuple(map(_paths_of, [gate, up, *last])), name)
+            return MLPPattern("gated_mlp", tuple(map(_paths_of, [gate, up, *last])), name)
         half = gate.span[1] - gate.span[0]
         spans = sorted([gate.span, up.span])
         if products[0] is products[1] and spans == [(0, half), (half, 2 * half)]:
             first = "gate" if gate.span == spans[0] else "up"
             linears = _paths_of(products[0]), _paths_of(last[0])
-            return MatchedBlock("gated_mlp", linears, name, first)
+            return MLPPattern("gated_mlp", linears, name, first)
         return None
     return None
 
