@@ -220,12 +220,12 @@ def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
         return
     for top, place in places:
         for module, full_name in _undecided_in(top, place).items():
-            kinds = mixers.get(names[module])
+            kinds = mixers.kinds.get(names[module])
             swap = None if kinds is None else recomputing_swap(module, kinds, place.waiting.save)
             if isinstance(swap, Swap):
                 stop_waiting(module)
                 swap.apply(module)
-                place.waiting.report.swap(full_name, swap.parts[""])
+                place.waiting.report.run_again(full_name, swap.parts[""])
             elif swap is not None:
                 name = type(module).__name__
                 place.waiting.report.leave(full_name, "attention", swap, name)
@@ -371,6 +371,7 @@ class _StepObserver(RunObserver):
         self._waiting = place.waiting
         self._report = place.waiting.report
         self._is_gathered = any(map(private.is_fsdp2_module, top.modules()))
+        self._full_names = {m: join_names(place.name, n) for n, m in top.named_modules()}
         # by module, the names of those that may be swapped
         self._names = _undecided_in(top, place)
         super().__init__(_swapped_in(top))
@@ -480,7 +481,7 @@ class _StepObserver(RunObserver):
     def _take(self, module: nn.Module, swap: Swap) -> None:
         self._decided[module] = swap
         self._swapped = {*self._swapped, module}
-        self._report.swap(self._names[module], swap.parts[""])
+        self._report.run_again(self._names[module], swap.parts[""])
 
     def _second_run(
         self,
@@ -538,6 +539,7 @@ class _StepObserver(RunObserver):
     def end(self) -> None:
         """End the waiting of the modules that were called."""
         waiting = self._waiting
+        self._report.own_bytes.update(self.own_bytes(self._full_names))
         inside = {inner for module in self._decided for inner in module.modules()}
         for module, name in self._names.items():
             if module in inside:

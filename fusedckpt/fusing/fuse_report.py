@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from fusedckpt.fusing.match_mlps import swapped_runs
 from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.swap import MARK, Original, Part
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.fallbacks import CHECKPOINT, IN_ORDER, RECIPES, NotFused
 from fusedckpt.layers.sequential import Sequential
 
 # the attribute of a model with recipes: why its last call saved none
@@ -45,6 +45,9 @@ class FuseReport:
     already: dict[str, str] = field(default_factory=dict)
     # of modules left, the class
     classes: dict[str, str] = field(default_factory=dict)
+    # of modules left, the bytes that their own functions, and layers without matrices, saved in the
+    # run that was observed: the first training call, or `example_inputs`
+    own_bytes: dict[str, int] = field(default_factory=dict, compare=False)
     # of linears, activations and their like that save less of their input, the change
     shared: dict[str, str] = field(default_factory=dict, compare=False)
     # how attention and mixers were found, where `fuse` was given a batch
@@ -105,6 +108,12 @@ class FuseReport:
         self.swapped[name] = part.change
         self._add(name, part)
 
+    def run_again(self, name: str, part: Part) -> None:
+        """Add a module that runs again in backward, with the modules inside that were left."""
+        for inner in [n for n in self.left if n.startswith(f"{name}." if name else "")]:
+            del self.left[inner], self.classes[inner], self.kinds[inner]
+        self.swap(name, part)
+
     def keep(self, name: str, part: Part) -> None:
         """Add a module that was fused before."""
         self.already[name] = part.change
@@ -138,13 +147,27 @@ class FuseReport:
         lines += [f"  {count:4d} x {change}" for change, count in counts.items()]
         undecided = self.undecided
         left = {
-            name: (self.classes[name], _advised(reason, undecided.get(name)))
+            name: (self.classes[name], self._advice(reason, undecided.get(name)))
             for name, reason in self.left.items()
         }
-        lines += [f"  left {line}" for line in _grouped(left, {})]
+        own = {name: (nbytes, 0) for name, nbytes in self.own_bytes.items() if name in left}
+        lines += [f"  left {line}" for line in _grouped(left, own, "{:,} bytes saved")]
         lines += [f"  {line}" for line in self._undecided()]
         lines += [f"  {note}" for note in self.notes]
         return "\n".join([*lines, *self._unfused(), *self._hint()])
+
+    def _advice(self, reason: NotFused, undecided: NotFused | None) -> str:
+        """Return why a module is left, and its remedy: a run, else recipes, else a checkpoint."""
+        if undecided is not None:
+            # its first training call may find a way
+            return f"{reason}; {undecided}: {undecided.remedy}"
+        model = self._model_now()
+        has_recipes = model is not None and RECIPES_OBSTACLE in vars(model)
+        if reason.remedy == RECIPES and has_recipes:
+            return f"{reason}; its result is made again in backward"
+        if reason.remedy == IN_ORDER and has_recipes:
+            return f"{reason}; {CHECKPOINT}"
+        return _advised(reason)
 
     def _undecided(self) -> Iterator[str]:
         """Yield lines on the modules that wait for their first training call."""
@@ -212,27 +235,27 @@ class FuseReport:
         return f"{len(names):7d}  {swapped:7d}  {left:4d}  {saved}"
 
 
-def _advised(reason: NotFused, undecided: NotFused | None = None) -> str:
-    """Return a reason's clause, and the one thing to do about it.
-
-    undecided: why it waits, where its first training call may find another way.
-    """
-    if undecided is None:
-        return f"{reason}; {reason.remedy}"
-    return f"{reason}; {undecided}: {undecided.remedy}"
+def _advised(reason: NotFused) -> str:
+    """Return a reason's clause, and the one thing to do about it."""
+    return f"{reason}; {reason.remedy}"
 
 
 def _grouped(
-    groups: dict[str, tuple[str, str]], costs: dict[str, tuple[float, float] | None]
+    groups: dict[str, tuple[str, str]],
+    costs: Mapping[str, tuple[float, float] | None],
+    words: str = "up to {:,} bytes per token more",
 ) -> Iterator[str]:
-    """Yield a line for every pair of a class or change and a reason, the most frequent first."""
+    """Yield a line for every pair of a class or change and a reason, the most frequent first.
+
+    costs: bytes that are saved, and bytes that could be, by name; words: for the sum of both.
+    """
     for group, count in Counter(groups.values()).most_common():
         title, text = group
         names = [name for name in groups if groups[name] == group]
         others = f" and {count - 1} more" if count > 1 else ""
         pairs = (costs.get(name) for name in names)
         more = round(sum(pair[0] - pair[1] for pair in pairs if pair is not None))
-        cost = f": up to {more:,} bytes per token more" if more else ""
+        cost = f": {words.format(more)}" if more else ""
         yield f"{count} x {title}: {text} ({names[0] or 'root'}{others}){cost}"
 
 

@@ -38,7 +38,7 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
         if isinstance(swap, NotFused):
             search.report.leave(name, "attention", swap, type(module).__name__)
             continue
-        search.report.swap(name, swap.parts[""])
+        search.report.run_again(name, swap.parts[""])
         search.swaps.append((module, swap))
 
 
@@ -84,7 +84,8 @@ def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset
         search.report.notes.append(f"attention and mixers were found by their code, as {in_run}")
         return in_code
     search.report.notes.append("attention and mixers were found by running the batch")
-    return {**in_run, **_not_reached(in_code, in_run)}
+    search.report.own_bytes.update(in_run.own_bytes)
+    return {**in_run.kinds, **_not_reached(in_code, in_run.kinds)}
 
 
 def _not_reached(

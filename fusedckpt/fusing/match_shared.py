@@ -194,7 +194,7 @@ def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
     kind = shared[name].new_class if name in shared else nn.Module
     if issubclass(kind, SharedReader):
         return True
-    if issubclass(kind, (SharedNorm, SharedCode)) and reason in ("other norm", "beside"):
+    if issubclass(kind, (SharedNorm, SharedCode)) and reason in ("other norm", "rule", "beside"):
         return True
     children = (join_names(name, child) for child, _ in search.modules[name].named_children())
     kinds = [shared[child].new_class for child in children if child in shared]

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -40,13 +41,21 @@ from fusedckpt.state import rng
 _NOT_RERUN = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
 
+class MixersInRun(NamedTuple):
+    """The result of a run of a copy of a model."""
+
+    # by the name of a module to run again, kinds of functions; none where no function marks it
+    kinds: dict[str, frozenset[str]]
+    # by the name of a module, the bytes that its own functions saved
+    own_bytes: dict[str, int]
+
+
 def mixers_in_run(
     model: nn.Module, args: Any, kwargs: Any, swapped: Collection[nn.Module] = ()
-) -> dict[str, frozenset[str]] | str:
-    """Return the names of the modules to run again, and kinds of functions; or why it failed.
+) -> MixersInRun | str:
+    """Return the modules to run again, by name; or why the run failed.
 
-    args, kwargs: the model's arguments; swapped: its modules that will save little anyway. Of a
-    module that no function marks the kinds are empty.
+    args, kwargs: the model's arguments; swapped: its modules that will save little anyway.
     """
     try:
         copied = copy.deepcopy(model, shared_in_copies(model))
@@ -63,9 +72,8 @@ def mixers_in_run(
         states.restore()
     heavy = {module: set[str]() for module in observer.heavy}
     kinds_by_module = {**heavy, **observer.kinds}
-    return innermost(
-        {names[m]: frozenset(kinds) for m, kinds in kinds_by_module.items() if m in names}
-    )
+    kinds_by_name = {names[m]: frozenset(k) for m, k in kinds_by_module.items() if m in names}
+    return MixersInRun(innermost(kinds_by_name), observer.own_bytes(names))
 
 
 def shared_in_copies(model: nn.Module) -> dict[int, Any]:
@@ -93,6 +101,8 @@ class RunObserver:
         # by module, the kinds of functions that are called while it is the innermost with weights
         self.kinds: dict[nn.Module, set[str]] = {}
         self._running: list[RunningModule] = []
+        # by module, the bytes that its own functions saved in its calls
+        self._own_bytes = Counter[nn.Module]()
         # the storages of parameters and buffers, which are not counted
         self._parameters: set[int] = set()
         # the thread that is observed; None during a second run
@@ -128,6 +138,10 @@ class RunObserver:
         """Whether it is to be decided of a module that begins to run."""
         raise NotImplementedError
 
+    def own_bytes(self, names: Mapping[nn.Module, str]) -> dict[str, int]:
+        """Return the bytes that modules' own functions saved, by the names of these modules."""
+        return {names[m]: nbytes for m, nbytes in self._own_bytes.items() if m in names}
+
     def leave(self, module: nn.Module, args: Any, kwargs: Any, output: Any = None) -> Any:
         """Decide about a module that has run; return another result for it, if there is one.
 
@@ -137,7 +151,9 @@ class RunObserver:
             return None
         if self._running[-1].module is not module:
             return None
-        return self._decide(self._running.pop(), args, kwargs, output)
+        running = self._running.pop()
+        self._own_bytes[module] += sum(nbytes for _, nbytes in running.saved.values())
+        return self._decide(running, args, kwargs, output)
 
     def _decide(self, running: RunningModule, args: Any, kwargs: Any, output: Any) -> Any:
         raise NotImplementedError

@@ -32,8 +32,8 @@ def gain_on_batch(model: nn.Module, args: Any, kwargs: Any) -> str | None:
     try:
         copied = copy.deepcopy(model, shared_in_copies(model)).train()
         held = [*copied.parameters(), *copied.buffers(), *inputs]
-        now = _saved_by(copied, args, kwargs, held)
         after = _saved_by(copied, args, kwargs, held, recipes=True)
+        now = None if after is None else _saved_by(copied, args, kwargs, held)
     except Exception:  # arbitrary code of others; a report claims nothing then
         return None
     finally:

@@ -145,11 +145,11 @@ class Recomputed(Swapped):
                 reason = NotFused("saves nothing")
             else:
                 continue
+            if reason is not None:
+                fallbacks.note_fallback(self, reason)
             if reason is not None and reason.key != "again":
                 options = _options_of(self, kwargs)
                 self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
-            if reason is not None:
-                fallbacks.note_fallback(self, reason)
             elif not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)

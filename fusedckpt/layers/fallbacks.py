@@ -19,10 +19,15 @@ MARK = "_fusedckpt_original"
 # attribute of a module with the note of its last such call with gradients
 NOTE = "_fusedckpt_fallback"
 
+# remedies that are others in a model with recipes, see `FuseReport`
+IN_ORDER = (
+    "fuse(model, recompute_elementwise=True) recomputes its cheap functions, "
+    "fusedckpt.checkpoint all of it"
+)
+RECIPES = "fuse(model, recompute_elementwise=True) makes its result again in backward"
+CHECKPOINT = "fusedckpt.checkpoint recomputes it"
 _AGAIN = "call fuse again"
-_CHECKPOINT = "fusedckpt.checkpoint recomputes it"
 _OWN_FORWARD = "the forward of its class"
-_RECIPES = "fuse(model, recompute_elementwise=True) makes its result again in backward"
 _UNHOOK = "remove the hook, or register it on a parent module"
 # by key: one clause, and the one thing to do about it
 WORDS = {
@@ -30,7 +35,7 @@ WORDS = {
     "arguments": ("it was called with other arguments than one tensor", "pass only one tensor"),
     "child": ("{} was replaced by another module since it was fused", _AGAIN),
     "adapter": ("{}: only peft's plain LoRA is fused", "use a plain LoRA there"),
-    "packed": ("{} packs up before gate, and has adapters or is quantized", _CHECKPOINT),
+    "packed": ("{} packs up before gate, and has adapters or is quantized", CHECKPOINT),
     "hook": ("{} has a hook, or its forward was replaced", _UNHOOK),
     "hooked": ("{} has a hook, which a recompute would call again", _UNHOOK),
     "weight": ("{}, which only its own forward takes", "use plain parameters"),
@@ -91,7 +96,7 @@ WORDS = {
     ),
     "around": (
         "its forward computes attention and calls an MLP that is fused",
-        f"move attention to a module of its own, or {_CHECKPOINT}",
+        f"move attention to a module of its own, or {CHECKPOINT}",
     ),
     "unseen": (
         "its attention calls no attention function of torch or transformers, and saves little",
@@ -108,31 +113,31 @@ WORDS = {
     ),
     "disabled": ("FUSEDCKPT_DISABLE is set", "unset it"),
     # modules that no forward of ours computes
-    "random": ("its forward draws random numbers", _CHECKPOINT),
-    "values": ("its forward depends on the values of tensors", _CHECKPOINT),
-    "function": ("its forward uses an autograd.Function, or switches autocast", _CHECKPOINT),
-    "tensor hooks": ("its forward registers hooks on tensors", _CHECKPOINT),
-    "writes": ("its forward writes to {}", _CHECKPOINT),
-    "sets": ("its forward sets {}", _CHECKPOINT),
+    "random": ("its forward draws random numbers", IN_ORDER),
+    "values": ("its forward depends on the values of tensors", IN_ORDER),
+    "function": ("its forward uses an autograd.Function, or switches autocast", IN_ORDER),
+    "tensor hooks": ("its forward registers hooks on tensors", IN_ORDER),
+    "writes": ("its forward writes to {}", IN_ORDER),
+    "sets": ("its forward sets {}", IN_ORDER),
     "state": ("its forward reads {}, which may change", "store it as a number or a bool attribute"),
     "foreign": ("its forward reads a tensor that is not a parameter", "register it as a parameter"),
-    "inputs": ("its forward takes {} in addition to one tensor", _CHECKPOINT),
-    "raised": ("its forward raised a {} for one tensor", _CHECKPOINT),
-    "returns": ("its forward returns a {}", _CHECKPOINT),
-    "result": ("its result is {}", _CHECKPOINT),
-    "ops": ("its forward computes {}, which no fused MLP does", _CHECKPOINT),
-    "varies": ("{} computes another function {}", _CHECKPOINT),
+    "inputs": ("its forward takes {} in addition to one tensor", IN_ORDER),
+    "raised": ("its forward raised a {} for one tensor", IN_ORDER),
+    "returns": ("its forward returns a {}", IN_ORDER),
+    "result": ("its result is {}", IN_ORDER),
+    "ops": ("its forward computes {}, which no fused MLP does", IN_ORDER),
+    "varies": ("{} computes another function {}", IN_ORDER),
     "rule": (
         "its forward does not compute a LayerNorm or RMSNorm that fuse knows, in {}",
-        _RECIPES,
+        RECIPES,
     ),
     "other norm": (
         "it is not a LayerNorm or RMSNorm over the last dimension of its input",
-        _RECIPES,
+        RECIPES,
     ),
     "beside": (
         "its linears and activation do not form an MLP, or its forward also calls other layers",
-        _CHECKPOINT,
+        IN_ORDER,
     ),
     "differs": (
         "{}",
@@ -146,12 +151,12 @@ WORDS = {
     # experts
     "experts": (
         "its weights of three dimensions are not gate_up_proj and down_proj, as of experts",
-        _CHECKPOINT,
+        IN_ORDER,
     ),
-    "parameters": ("its experts have parameters that fuse does not know: {}", _CHECKPOINT),
-    "signature": ("its forward does not take x, an index and scores", _CHECKPOINT),
-    "shapes": ("its weights do not have the shapes of gate_up_proj and down_proj", _CHECKPOINT),
-    "gating": ("its gating is not one that fuse knows", _CHECKPOINT),
+    "parameters": ("its experts have parameters that fuse does not know: {}", IN_ORDER),
+    "signature": ("its forward does not take x, an index and scores", IN_ORDER),
+    "shapes": ("its weights do not have the shapes of gate_up_proj and down_proj", IN_ORDER),
+    "gating": ("its gating is not one that fuse knows", IN_ORDER),
     # heads of causal models
     "head class": ("its output embedding is not an nn.Linear", "use fusedckpt.LinearCrossEntropy"),
     "head weight": (
@@ -175,12 +180,12 @@ WORDS = {
     "quantized": ("{}", "use plain parameters"),
     "dtypes": ("its weights have several dtypes: {}", "cast them to one dtype"),
     "parametrized": ("{} has parametrized weights", "fuse after remove_parametrizations"),
-    "dense": ("{}", _CHECKPOINT),
+    "dense": ("{}", IN_ORDER),
     "linear": ("{} is a {}, a linear with its own forward", "use nn.Linear there"),
     "lora": ("it is LoRA around a {}", "use LoRA only around nn.Linear"),
     "forward": ("its forward was replaced", f"restore {_OWN_FORWARD}"),
     "attribute": ("it has an attribute {} already", "rename the attribute"),
-    "apart": ("it does not form a block with {}, the layer after it", _CHECKPOINT),
+    "apart": ("it does not form a block with {}, the layer after it", IN_ORDER),
     "apart now": ("{} no longer forms a block with its neighbors", _AGAIN),
     "sequential": (
         "it is a subclass of nn.Sequential with its own forward",

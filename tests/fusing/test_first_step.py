@@ -400,3 +400,46 @@ def on_shards(rank):
 @pytest.mark.parametrize("main", [on_ranks, on_shards])
 def test_on_two_ranks(main, tmp_path):
     run_ranks(main, tmp_path, 2)
+
+
+class Gate(nn.Module):
+    """Left: it saves no more than four times its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(D, 2 * D)
+
+    def forward(self, x):
+        x, gate = self.proj(x).chunk(2, -1)
+        return x * F.gelu(gate)
+
+
+def test_the_remedy_is_a_run_then_recipes_then_a_checkpoint():
+    model = nn.Sequential(Gate())
+    report = fuse(model)
+    assert "left 1 x Gate: " in str(report)
+    assert "run a training step, or call fuse(model, example_inputs=...) (0)" in str(report)
+    x = randn(2, T, D).requires_grad_()
+    model(x)
+    # the linear's result, gelu's result; the linear itself saves x
+    nbytes = 2 * T * D * 4 * (2 + 1)
+    remedy = report.left["0"].remedy
+    assert f"{remedy} (0): {nbytes:,} bytes saved" in str(report)
+    assert remedy.index("recompute_elementwise") < remedy.index("fusedckpt.checkpoint")
+    assert fuse(copy.deepcopy(model), example_inputs=x).own_bytes["0"] == nbytes
+    report = fuse(model, recompute_elementwise=True)
+    model(x)
+    line = next(line for line in str(report).splitlines() if "left 1 x Gate" in line)
+    assert "recompute_elementwise" not in line
+    assert "fusedckpt.checkpoint" in line
+
+
+def test_modules_inside_of_one_that_runs_again_are_not_left():
+    scan = Scan()
+    scan.drop = nn.InstanceNorm1d(2)
+    model = nn.Sequential(scan, nn.InstanceNorm1d(T))
+    report = fuse(model)
+    assert {*report.left} == {"0", "0.drop", "1"}
+    model(randn(2, T, D).requires_grad_())
+    assert {*report.swapped} == {"0"}
+    assert {*report.left} == {*report.classes} == {"1"}

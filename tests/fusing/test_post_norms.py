@@ -70,6 +70,22 @@ def test_a_norm_of_the_result_saves_nothing(kind):
     assert left() is None
 
 
+class ByHand(Own):
+    """Computes attention in products of its own, and saves all probabilities."""
+
+    def attend(self, q, k, v):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+def test_a_norm_of_the_result_of_attention_that_runs_again():
+    """All of attention runs again, and its result with it: only x and the sum are saved."""
+    eager, model, report = pair(ByHand, PostNormed)
+    x = randn(2, 8 * T, D, dtype=torch.float64)
+    assert_equal(model.double(), eager.double(), x)
+    assert {reason.key for reason in report.fallbacks.values()} == {"again"}
+    assert saved_bytes(model.float(), [x.float()]) == 2 * 8 * T * 2 * 4 * D
+
+
 def test_a_norm_of_the_result_of_other_weights():
     _, model, _ = pair(Own, PostNormed)
     y = model.attention(randn(2, T, D))

@@ -85,7 +85,8 @@ def test_a_second_argument_is_named():
     assert report.left["0"] == ("inputs", "timestep and emb")
     assert (
         "left 1 x Modulated: its forward takes timestep and emb in addition to one tensor; "
-        "fusedckpt.checkpoint recomputes it (0)"
+        "fuse(model, recompute_elementwise=True) recomputes its cheap functions, "
+        "fusedckpt.checkpoint all of it (0)"
     ) in str(report)
 
 

@@ -316,6 +316,23 @@ def test_a_norm_over_channels_is_a_norm():
     assert saved_bytes(eager, [x]) > 15 * 8 * x.numel()
 
 
+class ScaleNorm(nn.Module):
+    """A norm with one weight, which no LayerNorm or RMSNorm computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        return nn.functional.normalize(x, dim=-1) * self.g
+
+
+def test_a_norm_that_saves_its_input_is_not_left():
+    report = fuse(nn.Sequential(ScaleNorm(), nn.Linear(D, D)))
+    assert report.shared["0"] == "ScaleNorm -> saves its input"
+    assert report.left == {}
+
+
 def test_one_picture():
     """torch's linear reads its pixels without a copy, as they lie behind the norm."""
     torch.manual_seed(0)
