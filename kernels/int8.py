@@ -38,6 +38,8 @@ LEAST_SCALE = tl.constexpr(2.0**-126)
 # a group with no larger value is not curved: its scale would be less than the least
 LEAST_CURVED = tl.constexpr(2.0**-100)
 INFINITY = tl.constexpr(float("inf"))
+# of float32, of a block's size, which torch's ops make
+_TEMPORARIES = 8
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -142,7 +144,7 @@ def pack_int8(x: Tensor, kernel: str, packed: Tensor | None = None) -> Tensor:
     groups = scales.numel()
     largest = torch.finfo(x.dtype).max
     if groups and kernel == "aten":
-        for rows in row_blocks(x):
+        for rows in row_blocks(x, _TEMPORARIES):
             _pack_rows(x[rows], codes[rows], scales[rows], largest)
     elif groups:
         strides = x.stride()
@@ -158,7 +160,7 @@ def unpack_int8(packed: Tensor, out: Tensor, kernel: str) -> Tensor:
     largest = torch.finfo(out.dtype).max
     groups = scales.numel()
     if groups and kernel == "aten":
-        for rows in row_blocks(out):
+        for rows in row_blocks(out, _TEMPORARIES):
             _unpack_rows(codes[rows], scales[rows], out[rows], largest)
     elif groups:
         tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": GROUPS, "num_warps": 4}

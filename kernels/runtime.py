@@ -105,12 +105,20 @@ def column_sums(x: Tensor) -> Tensor:
     return total
 
 
-def row_blocks(x: Tensor) -> list[slice]:
-    """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows."""
+def row_blocks(x: Tensor, num_tensors: int = 1) -> list[slice]:
+    """Cut x [M, N] into blocks of rows that fit a core's cache: one off the CPU, one of no rows.
+
+    num_tensors: of float32 that a block makes for a while.
+
+    Of a meta tensor it returns the first block, as no numbers are computed: its temporary tensors
+    are those of all blocks. In float64 meta tensors may have values, see `estimate`.
+    """
     m, n = x.shape
-    step = max(1, BLOCK_ELEMENTS // max(n, 1))
-    if m <= step or x.device.type != "cpu":
+    step = max(1, BLOCK_ELEMENTS // max(n * num_tensors, 1))
+    if m <= step or x.device.type not in ("cpu", "meta"):
         return [slice(0, m)]
+    if x.is_meta and x.dtype != torch.float64:
+        return [slice(0, step)]
     return [slice(start, min(start + step, m)) for start in range(0, m, step)]
 
 
