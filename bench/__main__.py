@@ -18,6 +18,7 @@ COMMANDS = {
     "classics": "reproduce the classic workloads of gradient checkpointing",
     "show": "print or draw a results file, or the changes between two",
     "predict": "predict the time of kernels on cards that are not there; nothing is measured",
+    "step": "predict the device's time of a layer in ways of training; nothing is measured",
     "rounding": "compare gradients of checkpoints that keep their inputs in fewer bits",
     "contexts": "estimate the longest sequences that models of 2B to 30B parameters fit on cards",
     "shares": "count the bytes that models save, before and after fuse",

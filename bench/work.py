@@ -20,13 +20,14 @@ from torch.utils.flop_counter import (
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
+    shape_wrapper,
 )
 
 from fusedckpt.autograd import private
 
 _aten = torch.ops.aten
 # operators that give memory and write none of it
-_ALLOCATIONS = frozenset(
+ALLOCATIONS = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 )
 
@@ -78,7 +79,7 @@ class _Written(TorchDispatchMode):
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         packet = func.overloadpacket
-        if packet in flop_registry or packet in _FORMULAS or packet in _ALLOCATIONS:
+        if packet in flop_registry or packet in _FORMULAS or packet in ALLOCATIONS:
             return results
         inputs: set[int] = set()
         if not func._schema.is_mutable:
@@ -88,6 +89,18 @@ class _Written(TorchDispatchMode):
             if _address(result) not in inputs:
                 self.num_elements += result.numel()
         return results
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
+    """Return the FLOPs of an operator, None of one that is no GEMM, convolution or attention."""
+    packet = func.overloadpacket
+    # of products that write another dtype
+    args = tuple(x for x in args if not isinstance(x, torch.dtype))
+    if packet in _FORMULAS:
+        return shape_wrapper(_FORMULAS[packet])(*args, **kwargs, out_val=result)
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=result)
+    return None
 
 
 def _tensors(values: object) -> list[Tensor]:

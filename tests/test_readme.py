@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fusedckpt
-from bench.results import MIB, groups, read, slowdown
+from bench.results import MIB, Row, groups, read, slowdown
 from bench.shares import share_gone
 from fusedckpt.autograd.dispatch import forced_path
 from tests.kernels.compile_only import CHIPS
@@ -219,6 +219,20 @@ def test_largest_sequences_are_the_committed_ones():
             cells = (f"{card['size']:,}" if card["size"] else "-" for card in row["largest"])
             lines.append(" | ".join((row["case"], row["name"], *cells)))
     assert rows_below("bench/README.md", "| model | way | 24 GiB | 48 GiB | 80 GiB |") == lines
+
+
+def test_predicted_steps_are_the_committed_ones():
+    cards: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in read(ROOT / "bench/results/cpu/step.jsonl"):
+        cards.setdefault((row["case"], row["name"]), {})[row["size"]] = row
+    lines = set()
+    for name, ((_, a100), (_, h100)) in ((n, sorted(c.items())) for n, c in cards.items()):
+        times = [f"{r['predicted_ms'][0]:.2f} ± {r['error_ms'][0]:.2f}" for r in (a100, h100)]
+        host = f"{h100['host_ms'][0]:.2f}" if h100["host_ms"] else "-"
+        saved = f"{h100['saved_bytes'] / MIB:,.0f}"
+        lines.add(" | ".join((*name, saved, *times, str(h100["num_launches"]), host)))
+    head = "| layer | way | saved, MiB | predicted ms, A100 | predicted ms, H100 | launches "
+    assert {*rows_below("bench/README.md", head + "| host's ms |")} == lines
 
 
 def test_whole_models_are_the_committed_ones():
