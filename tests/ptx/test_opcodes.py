@@ -33,6 +33,10 @@ def pairwise(function: Callable[..., Any], kind: str) -> Callable[..., np.ndarra
     return apply
 
 
+def added_halves(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return np.add(*(x.astype("<u4").view("<u2") for x in (a, b))).view("<u4")
+
+
 def shift_right(x: np.ndarray, by: np.ndarray) -> np.ndarray:
     wide = x.astype(object) >> np.minimum(by, 64).astype(object)
     return np.array(wide.tolist(), x.dtype)
@@ -156,6 +160,7 @@ EXACT: list[tuple[str, list[str], str, Callable[..., Any]]] = [
     ("cvt.u16.u32", ["u32"], "u16", lambda x: x.astype("u2")),
     ("fma.rn.bf16x2", ["bf16x2"] * 3, "bf16x2", pairwise(add_wide, "bf16x2")),
     ("add.f16x2", ["f16x2"] * 2, "f16x2", pairwise(np.add, "f16x2")),
+    ("add.s16x2", ["b32"] * 2, "b32", added_halves),
 ]  # fmt: skip
 ids = [row[0] for row in EXACT]
 

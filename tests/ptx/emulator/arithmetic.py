@@ -69,6 +69,8 @@ def _in_place(function: np.ufunc, sources: list[Any], place: Array) -> Call:
 @cache
 def _function(name: str) -> Function:
     opcode, *words = name.split(".")
+    if words[-1] in ("u16x2", "s16x2"):
+        return integers.add_halves, ["b32", "b32"], "b32"
     kind = kinds_in(name)[-1]
     if opcode in ("mul", "mad") and TYPES[kind].kind in "iu" and kind[0] in "us":
         return _integer_product(opcode, kind, words)

@@ -20,6 +20,12 @@ def shift_right(a: Array, b: Array) -> Array:
     return shifted if a.dtype.kind == "i" else np.where(b > top, a.dtype.type(0), shifted)
 
 
+def add_halves(a: Array, b: Array) -> Array:
+    """Add the two numbers of 16 bits in each register."""
+    low, half = np.uint32(0xFFFF), np.uint32(16)
+    return (a + b & low) | ((a >> half) + (b >> half) << half)
+
+
 def quotient(a: Array, b: Array) -> Array:
     """Divide towards zero."""
     if a.dtype.kind == "u":
