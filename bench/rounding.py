@@ -1,10 +1,10 @@
-"""Compare the errors of gradients where checkpoints keep their inputs in fewer bits.
+"""Compare the errors of gradients where inputs are kept in fewer bits.
 
-A small Llama in bfloat16, each layer in a checkpoint: the forward is exact, and backward recomputes
-a layer from its input as it was kept. The error of a parameter's gradient against float64, over
-several batches, is divided by that of the eager model in bfloat16. At most 2 is the rule for
-store="int8"; a table has the largest and the median ratio of all parameters, and how many are
-above 2.
+A small Llama in bfloat16, each layer in a checkpoint, or its layers fused: the forward is exact,
+and backward recomputes from inputs as they were kept. The error of a parameter's gradient against
+float64, over several batches, is divided by that of the eager model in bfloat16. At most 2 is the
+rule for store="int8"; a table has the largest and the median ratio of all parameters, and how many
+are above 2.
 
 Cases: random weights; more layers; some channels or a token of the embedding many times larger, as
 channels of trained models are; a model trained here on the documentation of Python, of half the
@@ -31,7 +31,7 @@ from bench.env import environment
 from bench.options import Options
 from bench.results import Row, append
 from bench.tables import Columns, show, sources
-from fusedckpt import checkpoint
+from fusedckpt import checkpoint, fuse
 from fusedckpt.kernels import int8
 from fusedckpt.reporting.progress import progress
 
@@ -131,16 +131,33 @@ def run_int8(layer: nn.Module, x: Tensor) -> Tensor:
     return checkpoint(layer, x, store="int8")
 
 
+def as_it_is(model: Stack, ids: Tensor) -> Stack:
+    """Return a model that is not changed."""
+    return model
+
+
+def fused(store: str | None, model: Stack, ids: Tensor) -> Stack:
+    """Return a copy of a model with fused layers, after its first training call."""
+    copy = deepcopy(model).train()
+    fuse(copy, store=store)
+    copy(ids, run_eager)
+    return copy
+
+
 class Format(NamedTuple):
-    """A way to keep the input of a layer."""
+    """A way to keep inputs: of layers in checkpoints, or of fused layers."""
 
     bits: float
-    run: Callable[[nn.Module, Tensor], Tensor]
+    run: Callable[[nn.Module, Tensor], Tensor] = run_eager
+    # returns the model to run
+    prepare: Callable[[Stack, Tensor], Stack] = as_it_is
 
 
 FORMATS: Mapping[str, Format] = {
     "bfloat16": Format(16, run_eager),
     'store="int8"': Format(8 + 16 / int8.GROUP, run_int8),
+    "fuse": Format(16, prepare=partial(fused, None)),
+    'fuse(store="int8")': Format(8 + 16 / int8.GROUP, prepare=partial(fused, "int8")),
     "int8, groups of 32": Format(8.5, partial(run_rounded, partial(int8_of, 32))),
     "int8, groups of 128": Format(8.125, partial(run_rounded, partial(int8_of, 128))),
     "fp8 (e4m3), groups of 128": Format(8.25, partial(run_rounded, partial(fp8_of, 128))),
@@ -274,7 +291,7 @@ def measured(name: str, chosen: Namespace, data: Tensor, facts: Row) -> list[Row
     rows: list[Row] = []
     eager: list[float] = []
     for label, kept in FORMATS.items():
-        found = gradients_of(model, kept.run, batches)
+        found = gradients_of(kept.prepare(model, batches[0]), kept.run, batches)
         errors = errors_of(found, truth)
         eager = eager or errors
         ratios = [a / b for a, b in zip(errors, eager, strict=True)]

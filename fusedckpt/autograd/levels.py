@@ -9,6 +9,10 @@ from typing import Any
 
 from fusedckpt.autograd import arguments
 
+# how inputs are kept, beside as they are: in nine bits a value, see `autograd.rounded`
+STORES = ("int8",)
+# the attribute of a module that `fuse` changed with how it keeps its input
+STORE = "_fusedckpt_store"
 # from the fewest saved bytes to the most
 LEVELS = ("inputs", "gate", "preact")
 # of each kind of layer
@@ -26,38 +30,50 @@ LEVELS_OF = {
 class _Override(threading.local):
     def __init__(self) -> None:
         self.level: str | None = None
+        self.store: str | None = None
 
 
 override = _Override()
 
 
 @contextmanager
-def saving(level: str) -> Iterator[None]:
-    """Override the save level of every fused layer called inside.
+def saving(level: str | None = None, *, store: str | None = None) -> Iterator[None]:
+    """Override the save level of every fused layer called inside, and how their inputs are kept.
 
     Args:
         level: "inputs" (only the inputs; activations and GEMMs are recomputed), "gate" (gated MLP:
             the gate's GEMM output too; other layers take it as "inputs"), or "preact" (GEMM outputs
-            too; only elementwise work is recomputed).
+            too; only elementwise work is recomputed). None for the level of each layer.
+        store: "int8" keeps the inputs of norms, linears and MLPs in nine bits a value, see `fuse`;
+            None as each layer does.
 
     A level passed to a call wins over this one, and this one over a module's own. It affects
     forward passes of the current thread only: backward uses the saved tensors.
 
     Raises:
-        ValueError: `level` is another string.
-        TypeError: `level` is not a string.
+        ValueError: `level` or `store` is another string.
+        TypeError: `level` or `store` is not a string.
     """
-    arguments.choice("saving", "level", level, LEVELS)
-    before = override.level
-    if before == level:
+    if level is not None:
+        arguments.choice("saving", "level", level, LEVELS)
+    check_store("saving", store)
+    before = override.level, override.store
+    now = level or before[0], store or before[1]
+    if now == before:
         # no change, which a compiled checkpoint around could not hold
         yield
         return
-    override.level = level
+    override.level, override.store = now
     try:
         yield
     finally:
-        override.level = before
+        override.level, override.store = before
+
+
+def check_store(name: str, store: Any) -> None:
+    """Refuse a way to keep inputs that does not exist; None keeps them as they are."""
+    if store is not None:
+        arguments.choice(name, "store", store, STORES)
 
 
 def resolve(name: str, save: str | None, default: str, levels: tuple[str, ...]) -> str:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -341,6 +341,31 @@ make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", Saved
 raw_saved: Callable[[Any], Any] = _probe(
     "_C._FunctionBase._raw_saved_tensors.__get__", lambda node: ()
 )
+# the packed tensors of torch's own nodes are attributes of names that begin so
+_SAVED = "_raw_saved_"
+
+
+def saved_by(node: Any) -> list[Any]:
+    """Return the tensors that a node has saved, and objects of hooks in place of them."""
+    try:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            saved: Any = raw_saved(node)
+        else:
+            saved = []
+            for name in _names_of_saved(type(node)):
+                value = getattr(node, name)
+                saved += value if isinstance(value, (list, tuple)) else [value]
+        return [part.data for part in saved if part is not None]
+    except (RuntimeError, ValueError):
+        # the node has run already, or was written since
+        return []
+
+
+@cache
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple([name for name in dir(kind) if name.startswith(_SAVED)])
+
+
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared
 hooks_of: Callable[[Tensor], Any] = _probe("_backward_hooks.__get__", _true, Tensor)
 

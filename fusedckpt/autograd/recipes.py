@@ -58,6 +58,8 @@ class Leaf:
 
     depth = 0
     name = "saved"
+    # whether it reads other values than it was made from
+    is_rounded = False
     # as a view: of itself
     place = 0
 
@@ -134,6 +136,7 @@ class Made:
         "again",
         "depth",
         "inputs",
+        "is_rounded",
         "layouts",
         "name",
         "num_readers",
@@ -155,10 +158,16 @@ class Made:
             self.layouts.append((t.shape, t.stride(), t.dtype))
         # the length of the longest sequence of recipes that ends here
         self.depth = 1
+        # whether an input is rounded
+        self.is_rounded = False
         for view in inputs:
             # leaves have none
-            if isinstance(view, View) and view.source.depth >= self.depth:
-                self.depth = view.source.depth + 1
+            if isinstance(view, View):
+                source = view.source
+                if source.depth >= self.depth:
+                    self.depth = source.depth + 1
+                if source.is_rounded:
+                    self.is_rounded = True
         # saved tensors, and other recipes, that read the results, and those that did not yet
         self.num_readers = 0
         self._left = 0
@@ -239,16 +248,16 @@ _READ = operator.methodcaller("read")
 KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
 
 
-# returns a check of the values that are made again in place of a tensor, which is called with its
-# maker's name; None where there is none
-CHECKS: list[Callable[[str, Tensor], Callable[[Tensor], None] | None]] = []
+# returns a check of the values that are made again in place of a tensor, None where there is none;
+# it is called with the maker's name, the tensor, and whether the maker's input will be rounded
+CHECKS: list[Callable[[str, Tensor, bool], Callable[[Tensor], None] | None]] = []
 
 
 def check_of(source: Leaf | Made, tensor: Tensor) -> Callable[[Tensor], None] | None:
     """Return a check that a source makes the values of a tensor now."""
     if not CHECKS or source.__class__ is Leaf:
         return None
-    return CHECKS[0](source.name, tensor)
+    return CHECKS[0](source.name, tensor, source.is_rounded)
 
 
 def _forget(reference: weakref.ref[Made]) -> None:

@@ -167,7 +167,7 @@ class Tracker:
         except RuntimeError:
             # a tensor without a storage, or one that counts no versions
             return None
-        if view is None or isinstance(view.source, Leaf) or view.source.depth > self.limit:
+        if view is None or view.source.__class__ is Leaf or view.source.depth > self.limit:
             return None
         return view if view.source.is_current() else None
 
@@ -179,6 +179,15 @@ class Tracker:
             known.leaf = NoneType
             known.kept = None
         return known
+
+    def saves(self, tensor: Tensor) -> bool:
+        """Whether a function has saved a tensor as it is."""
+        view = self.find(tensor)
+        return view is not None and view.source.__class__ is Leaf
+
+    def note_rounded(self, tensor: Tensor, leaf: Leaf) -> None:
+        """Note that autograd saves a tensor rounded: functions after that save, and read, this."""
+        self.note_saved(tensor).leaf = weakref.ref(leaf)
 
     @contextmanager
     def knowing(self, tensor: Tensor, view: View) -> Iterator[None]:
@@ -317,6 +326,8 @@ class Tracker:
             made.add_reader(self.count)
             if self.note_remade is not None:
                 self.note_remade(tensor)
+        elif source.is_rounded:
+            source.add_reader(self.count)
         elif self.count is not None:
             # the tensor itself, as a view of a parameter is known by its graph
             self.count(tensor)

@@ -117,6 +117,8 @@ class LayerCall:
         input_dtype: torch.dtype | None = None,
         adds_residual_outside: bool = False,
         num_seeds: int = 0,
+        store: str | None = None,
+        may_round: bool = False,
     ):
         # the function or class, for errors
         self.name = name
@@ -141,6 +143,9 @@ class LayerCall:
         self.adds_residual_outside = adds_residual_outside
         # how many seeds its dropouts draw
         self.num_seeds = num_seeds
+        # how it keeps x, None for as it is, and whether `saving` may say so
+        self.store = store
+        self.may_round = may_round
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1
         begins_with_norm = isinstance(program.steps[0].op, Norm)

@@ -72,6 +72,8 @@ class LinearOptions(NamedTuple):
     output_dropout: float = 0.0
     # whether a module asks, which may run its own forward
     is_module: bool = False
+    # how x is kept for backward, None for as it is
+    store: str | None = None
 
     @property
     def num_seeds(self) -> int:
@@ -189,6 +191,8 @@ class LinearOptions(NamedTuple):
         call_options |= {
             "level": level if context.grad else "inputs",
             "chunks": self._chunks(b, x, shape),
+            "store": self.store,
+            "may_round": True,
         }
         return b.build(self.linears.function, {"x": x}, **call_options, casts=spec is None)
 
@@ -297,6 +301,8 @@ class NormOptions(NamedTuple):
     is_module: bool = False
     # whether a residual is added to x first; the sum is a result, too
     adds: bool = False
+    # how x is kept for backward, None for as it is; a sum is, as the caller has it
+    store: str | None = None
     # it has none
     linears = ()
 
@@ -357,5 +363,10 @@ class NormOptions(NamedTuple):
         op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
         b.norm(op, weight, bias, reads, out="y")
         return b.build(
-            name, inputs, ["y", *keeps], {"saved_results": keeps, "num_dims": len(shape)}
+            name,
+            inputs,
+            ["y", *keeps],
+            {"saved_results": keeps, "num_dims": len(shape)},
+            store=None if self.adds else self.store,
+            may_round=not self.adds,
         )

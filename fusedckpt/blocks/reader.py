@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import index
+from fusedckpt.autograd import index, levels
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import with_own_hooks
-from fusedckpt.autograd.recipes import Count, Made, View, cast
+from fusedckpt.autograd.recipes import Count, Made, View, cast, view_in
+from fusedckpt.autograd.rounded import rounded_leaf
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import LayerCall
@@ -96,6 +97,11 @@ def apply_with_view(
     if view is None and read is not x and makers:
         view = index.view_of(x, *makers)
         view = view and cast(view, x, read)
+    leaf = None
+    if view is None and (call.store or (levels.override.store and call.may_round)):
+        leaf = rounded_leaf(x)
+        if leaf is not None and not (tracker is not None and tracker.saves(x)):
+            view = cast(view_in(leaf, x), x, read)
     if view is None:
         y = function(read, *tensors)
     else:
@@ -103,17 +109,20 @@ def apply_with_view(
         y = with_own_hooks(partial(_saving, view, run), run)
     if tracker is not None:
         _note(tracker, call, (read, *tensors), y, 1 if view is not None else 0)
+        if view is not None and leaf is not None and leaf.is_packed:
+            tracker.note_rounded(x, leaf)
     return y
 
 
 def _saving(view: View, run: Callable[[], Any], count: Count) -> Any:
     """Run a layer; save a view in place of its first input. count: a hook that counts the rest."""
     y = run()
-    if y.grad_fn is None:
+    node: Any = (y if isinstance(y, Tensor) else y[0]).grad_fn
+    if node is None:
         return y
-    saved = y.grad_fn.saved_tensors
-    inputs = y.grad_fn.saved.inputs
-    if 0 in inputs and index.save_view(y.grad_fn, place := inputs.index(0), view):
+    saved = node.saved_tensors
+    inputs = node.saved.inputs
+    if 0 in inputs and index.save_view(node, place := inputs.index(0), view):
         view.source.add_reader(count)
         saved = *saved[:place], *saved[place + 1 :]
     if count is not None:

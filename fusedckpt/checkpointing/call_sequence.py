@@ -31,7 +31,8 @@ from torch import Tensor
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import current
 from fusedckpt.autograd.private import pytree
-from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of, storage_of
+from fusedckpt.autograd.storages import storage_of
+from fusedckpt.checkpointing.calls import Argument, Call, Options, layout_of
 from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import Segment, is_plain_call
 

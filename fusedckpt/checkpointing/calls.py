@@ -8,20 +8,19 @@ for the arguments.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import arguments, private
 from fusedckpt.autograd.backward import Versioned
 from fusedckpt.autograd.private import pytree
-from fusedckpt.autograd.replay import PLAIN_TENSORS
+from fusedckpt.autograd.storages import stale, storage_of
 from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.surroundings import Surroundings
 from fusedckpt.checkpointing.written_buffers import written_buffers
@@ -55,8 +54,10 @@ class Options(NamedTuple):
     respect_saved_tensors_hooks: bool | None = None
     # whether inputs wait for backward in host memory
     offload: bool = False
-    # whether inputs wait for backward in nine bits a value
+    # whether the recompute begins with rounded values
     rounds: bool = False
+    # whether inputs are packed for that, in nine bits a value; else hooks around bring them so
+    packs: bool = False
 
 
 class Argument:
@@ -103,7 +104,7 @@ class LateArgument(Argument):
         if not isinstance(self._saved, Tensor) or self._version is None:
             return
         if self._saved._version != self._version:
-            self._problem = stale("an argument or an output of a region", self._saved)
+            self._problem = stale("checkpoint: an argument or an output of a region", self._saved)
         self._saved = private.make_saved(self._saved, is_output=False)
 
     def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
@@ -128,7 +129,7 @@ class LeafSource:
         """Return the leaf, None where it is gone; raise where it was written in place since."""
         leaf = self.reference()
         if leaf is not None and leaf._version != self.version:
-            raise RuntimeError(stale("a parameter saved for backward", leaf))
+            raise RuntimeError(stale("checkpoint: a parameter saved for backward", leaf))
         return leaf
 
     def view_of(self, leaf: Tensor) -> Tensor:
@@ -355,31 +356,6 @@ class Trace:
         self.samples: Any = None
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return a key of a tensor's storage, unique while it lives; 0 for a tensor that is not plain.
-
-    A plain tensor is dense, of no subclass, not nested, and no lazy conjugate or negative.
-    """
-    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
-        return 0
-    if tensor.is_nested or tensor.is_conj() or tensor.is_neg():
-        return 0
-    return private.storage_key(tensor.untyped_storage())
-
-
-def leaf_of(tensor: Tensor) -> Tensor | None:
-    """Return the parameter or other leaf with gradients that a tensor is, or is a view of."""
-    base = tensor._base
-    owner = tensor if base is None else base
-    return owner if owner.is_leaf and (owner.requires_grad or is_parameter(owner)) else None
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter; the class of parameters takes long to say no."""
-    kind = type(tensor)
-    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
-
-
 class Leaves:
     """Finds the leaves that a saved tensor is computed from, up to the first saved leaf.
 
@@ -416,51 +392,6 @@ class Leaves:
         return leaves
 
 
-def owns_storage(tensor: Tensor) -> bool:
-    """Whether a tensor is plain, all of its storage, and no leaf."""
-    # of a tensor that is not plain, such as a sparse one, `nbytes` may be undefined
-    if not storage_of(tensor) or tensor.is_inference():
-        return False
-    return tensor.nbytes == tensor.untyped_storage().nbytes() and leaf_of(tensor) is None
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements fill the memory between the first and the last."""
-    expected = 1
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class VersionCheck:
-    """Notes the version of a tensor, and keeps none of its memory."""
-
-    __slots__ = ("_count", "_shape", "version")
-
-    def __init__(self, tensor: Tensor):
-        # has the version counter of the tensor
-        self._count = tensor.detach()
-        self._shape = tensor.shape
-        self.version = tensor._version
-        self._count.data = tensor.new_empty(0)
-
-    def check(self) -> None:
-        """Raise where the tensor was written in place since."""
-        if self._count._version != self.version:
-            raise RuntimeError(stale("an argument", self._count, self._shape))
-
-
 def layout_of(tensor: Tensor) -> tuple[Any, Any, Any]:
     """Return where in its storage a tensor is."""
     return tensor.size(), tensor.stride(), tensor.storage_offset()
-
-
-def stale(name: str, tensor: Tensor, shape: Sequence[int] | None = None) -> str:
-    """Say that a tensor, of this shape if given, was written between forward and backward."""
-    return (
-        f"checkpoint: {name} ({tensor.dtype} {list(shape or tensor.shape)}) has been modified by "
-        "an inplace operation between forward and backward, so that recomputing would give other "
-        "values"
-    )

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fusedckpt.checkpointing.calls import layout_of, storage_of
+from fusedckpt.autograd.storages import storage_of
+from fusedckpt.checkpointing.calls import layout_of
 
 
 class Derived(NamedTuple):

@@ -15,7 +15,7 @@ import torch.utils.checkpoint as stock
 from torch import Tensor
 
 from fusedckpt.autograd import arguments, private
-from fusedckpt.autograd.levels import saving
+from fusedckpt.autograd.levels import check_store, saving
 from fusedckpt.autograd.private import uncompiled
 from fusedckpt.checkpointing.attention import SAVED_CONTEXTS, is_asked
 from fusedckpt.checkpointing.calls import Call, Checkpointed, Contexts, Options
@@ -141,7 +141,7 @@ def checkpoint(
     if offload is not True and offload is not False:
         offload = arguments.flag("checkpoint", "offload", offload)
     if store is not None:
-        arguments.choice("checkpoint", "store", store, ("int8",))
+        check_store("checkpoint", store)
     options = Options(
         preserve_rng_state=preserve_rng_state,
         preserve_python_rng=preserve_python_rng,
@@ -154,6 +154,7 @@ def checkpoint(
         respect_saved_tensors_hooks=respect_saved_tensors_hooks,
         offload=offload,
         rounds=store is not None,
+        packs=store is not None,
     )
     if function is not None or args:
         return run_checkpoint(options, function, args, kwargs)
@@ -212,9 +213,9 @@ def _checked(options: Options) -> Options:
             raise ValueError(
                 f"checkpoint: debug and context_fn exclude each other, got {contexts}: pass one"
             )
-    if options.rounds and (options.debug or options.samples):
+    if options.packs and (options.debug or options.samples):
         # comparisons are of a recompute with the arguments themselves
-        options = options._replace(rounds=False)
+        options = options._replace(rounds=False, packs=False)
     check = options.determinism_check
     arguments.choice("checkpoint", "determinism_check", check, ("default", "none"))
     return options
@@ -238,7 +239,7 @@ def _run(options: Options, function: Any, args: Any, kwargs: dict[str, Any]) -> 
     save: Any = segment.save_argument_late
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.requires_grad:
-            save = segment.save_argument if options.rounds else segment.save_exactly
+            save = segment.save_argument if options.packs else segment.save_exactly
     output = segment.run(Call(function, args, kwargs, options, save), args, kwargs)
     if options.save_regions and not (segment.has_matched or segment.refuses or options.samples):
         warn_of_no_region(function, options.save_regions)

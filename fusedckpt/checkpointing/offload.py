@@ -32,12 +32,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import phases, private
+from fusedckpt.autograd.storages import VersionCheck, owns_storage, storage_of
 from fusedckpt.checkpointing.calls import (
     Argument,
-    VersionCheck,
     layout_of,
-    owns_storage,
-    storage_of,
 )
 from fusedckpt.checkpointing.host_memory import HostMemory
 
@@ -68,7 +66,7 @@ class OffloadedTensor:
         self.original = TensorWeakRef(tensor)
         # so that no other storage gets this key
         self._storage = StorageWeakRef(tensor.untyped_storage())
-        self.written = VersionCheck(tensor)
+        self.written = VersionCheck(tensor, "checkpoint: an argument")
 
     def take(self, tensor: Tensor) -> None:
         """Take the tensor that another holder keeps on the device."""

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointError
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import phases, private, storages
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import uncompiled
+from fusedckpt.autograd.storages import stale
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace, stale
+from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.regions import CheckpointPhase, RegionCall
@@ -372,7 +373,7 @@ class Recompute(CheckpointPhase):
         owner = tensor if base is None else base
         leaves: Sequence[Tensor] = ()
         # `leaf_of`, without a call
-        if owner.is_leaf and (owner.requires_grad or calls.is_parameter(owner)):
+        if owner.is_leaf and (owner.requires_grad or storages.is_parameter(owner)):
             leaves = (owner,)
             self._leaves.are_found = True
         elif not self._leaves.are_found:
@@ -404,8 +405,8 @@ class Recompute(CheckpointPhase):
         references = self._segment.leaves.get(packed.index)
         if references is None:
             # those behind may be so in one run alone: sharding makes views ahead of a module's call
-            owner = calls.leaf_of(tensor)
-            return owner is not None and calls.is_parameter(owner)
+            owner = storages.leaf_of(tensor)
+            return owner is not None and storages.is_parameter(owner)
         # a leaf that is loaded for each forward anew is gone
         before = [leaf() for leaf in references]
         if not now and isinstance(source, LeafSource):
@@ -424,12 +425,12 @@ class Recompute(CheckpointPhase):
 
         One that the function makes each time has the same values.
         """
-        storage = calls.storage_of(was)
+        storage = storages.storage_of(was)
         if was.is_meta or (storage and was.untyped_storage().nbytes() == 0):
             # a leaf that has no memory now cannot be compared
             return False
-        if not (storage and calls.storage_of(now)):
-            return calls.is_parameter(was) and calls.is_parameter(now)
+        if not (storage and storages.storage_of(now)):
+            return storages.is_parameter(was) and storages.is_parameter(now)
         arguments = (x for call in self._segment.calls for x in call.values)
         if any(isinstance(x, Argument) and x.storage == storage for x in arguments):
             # hooks may return another tensor for an argument
@@ -446,7 +447,7 @@ class Recompute(CheckpointPhase):
         take = self.values.get if self._keeps else self.values.pop
         tensor, version = take(index, (None, 0))
         if tensor is not None and tensor._version != version:
-            raise RuntimeError(stale("a tensor saved for backward", tensor))
+            raise RuntimeError(stale("checkpoint: a tensor saved for backward", tensor))
         return tensor
 
     def enter(self, tensors: Tensors, product_metas: ProductMetas = ()) -> None:

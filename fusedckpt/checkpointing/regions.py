@@ -26,12 +26,12 @@ from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import pytree, uncompiled
+from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.calls import (
     Argument,
     ArgumentSource,
     LateArgument,
     Provisional,
-    storage_of,
     tensors_among,
 )
 from fusedckpt.checkpointing.derived import Derived, by_storage, derived_from

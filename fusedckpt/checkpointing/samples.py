@@ -40,7 +40,7 @@ from torch.utils.checkpoint import CheckpointError
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks, local_of
 from fusedckpt.autograd.recipes import CHECKS
-from fusedckpt.checkpointing.calls import is_dense, storage_of
+from fusedckpt.autograd.storages import is_dense, storage_of
 from fusedckpt.checkpointing.surroundings import NOTHING
 
 # elements of each tensor, and how many tensors in a row have samples at other places
@@ -50,6 +50,9 @@ _PLACES = 16
 _MOST_WAITING = 8
 # flags of as many backwards may be unread
 _MOST_UNREAD = 2
+# of the magnitudes of what a norm or a linear makes of a rounded input: a write there is seen if it
+# changes the elements by more
+_ROUNDED_SLACK = 0.25
 # of what indices are
 _INDICES = (torch.int64, torch.int32)
 # those with a kernel of torch.take
@@ -254,9 +257,6 @@ class Samples:
 
     def take(self, index: int, tensor: Tensor, key: int = 0) -> None:
         """Take those of the tensor that is saved at an index; key: of its storage, if known."""
-        # the few integers that attention saves may be memory that nothing has written
-        if self.is_rounded and not (tensor.dtype in _INDICES and tensor.numel() >= _COUNT):
-            return
         like = tensor.shape, tensor.dtype
         if like == self._noise[1]:
             # rrelu saves its noise, then its input, and then draws the noise
@@ -267,6 +267,10 @@ class Samples:
             # saved again by the operation that reads it
             self.nbytes += 0 if key and key == self._last else tensor.numel() * tensor.itemsize
             self._last = key
+            # the few integers that attention saves may be memory that nothing has written
+            is_index = tensor.dtype in _INDICES and tensor.numel() >= _COUNT
+            if self.is_rounded and not is_index:
+                return
             strides = self._gather.add(index, tensor)
             if strides is not None:
                 self.strides[index] = strides
@@ -319,6 +323,8 @@ class Pair(NamedTuple):
     is_late: bool = False
     # whether the recompute began with rounded values
     is_rounded: bool = False
+    # the share of the elements' magnitudes by which they may differ, 0 for that of a rounding
+    slack: float = 0.0
 
 
 class _Pairs(list[Pair]):
@@ -476,14 +482,14 @@ def compare(pairs: list[Pair]) -> None:
     is_strict = torch.is_anomaly_enabled()
     for pair in pairs:
         is_late = pair.is_late and not is_strict and pair.before.is_cuda
-        groups.setdefault((pair.before.device, is_late), []).append(pair)
-    for (device, is_late), group in groups.items():
+        groups.setdefault((pair.before.device, is_late, pair.slack), []).append(pair)
+    for (device, is_late, pair_slack), group in groups.items():
         with private.unseen(), torch.no_grad():
             is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if is_captured or not (is_late or _may_wait(device)):
                 _assert_close(group)
                 continue
-            flag = _are_same(group)
+            flag = _are_same(group, pair_slack > 0)
             if is_late:
                 _read_late(flag, group)
             elif not flag.item():
@@ -492,7 +498,7 @@ def compare(pairs: list[Pair]) -> None:
         read_passed(_MOST_UNREAD)
 
 
-def _check_of(maker: str, tensor: Tensor) -> Callable[[Tensor], None] | None:
+def _check_of(maker: str, tensor: Tensor, is_rounded: bool) -> Callable[[Tensor], None] | None:
     """Return a check that a recipe makes the content of a tensor, see `recipes.CHECKS`."""
     gather = Gather(0)
     strides = gather.add(0, tensor)
@@ -500,13 +506,15 @@ def _check_of(maker: str, tensor: Tensor) -> Callable[[Tensor], None] | None:
         return None
     layout = tensor.shape, strides, tensor.storage_offset()
     name = f"fuse: the result of a {maker}, if code writes there without a version, as by .data"
-    return partial(_compare_made, name, layout, gather.blocks[0].elements)
+    slack = _ROUNDED_SLACK if is_rounded else 0.0
+    return partial(_compare_made, name, layout, gather.blocks[0].elements, slack)
 
 
-def _compare_made(name: str, layout: Any, before: Tensor, value: Tensor) -> None:
+def _compare_made(name: str, layout: Any, before: Tensor, slack: float, value: Tensor) -> None:
     gather = Gather(0)
     if gather.add(0, value.as_strided(*layout), layout[1]) is not None:
-        compare_at_end([Pair(name, before, gather.blocks[0].elements, is_late=True)])
+        pair = Pair(name, before, gather.blocks[0].elements, is_late=True, slack=slack)
+        compare_at_end([pair])
 
 
 CHECKS.append(_check_of)
@@ -586,7 +594,7 @@ def _are_close(pair: Pair) -> Tensor:
     is_equal |= before.isnan() & now.isnan()
     eps = torch.finfo(dtype).eps
     # atomics may add in another order, which a result of 16 bits rounds away
-    slack = eps / 2 if eps > 1e-4 else 128 * eps
+    slack = pair.slack or (eps / 2 if eps > 1e-4 else 128 * eps)
     # MPS has no float64
     wide = torch.float32 if before.device.type == "mps" else torch.float64
     before = before.to(wide)

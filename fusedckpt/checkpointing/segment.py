@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import TensorWeakRef
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import phases, private, storages
 from fusedckpt.autograd.phases import PhaseLevels, ProductMetas, Tensors
 from fusedckpt.autograd.private import at_end_of_backward, backward_id, uncompiled
+from fusedckpt.autograd.rounded import is_rounded
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
 from fusedckpt.checkpointing.calls import (
@@ -41,7 +42,7 @@ from fusedckpt.checkpointing.determinism import WatchedRun
 from fusedckpt.checkpointing.offload import OffloadedInputs
 from fusedckpt.checkpointing.recompute import Recompute
 from fusedckpt.checkpointing.regions import CheckpointPhase
-from fusedckpt.checkpointing.rounded import RoundedArgument, is_rounded
+from fusedckpt.checkpointing.rounded import RoundedArgument
 from fusedckpt.checkpointing.samples import Pair, Samples, compare_recompute, may_change, name_of
 from fusedckpt.state.rng import RandomStates
 
@@ -150,7 +151,7 @@ class Segment(Trace, CheckpointPhase):
 
     def save_argument(self, tensor: Tensor) -> Argument:
         """Return an argument that is saved now, as it is or, where the checkpoint rounds, not."""
-        if self.options.rounds and is_rounded(tensor):
+        if self.options.packs and is_rounded(tensor):
             return RoundedArgument(tensor, partial(self.save_exactly, of=tensor))
         return self.save_exactly(tensor)
 
@@ -208,12 +209,12 @@ class Segment(Trace, CheckpointPhase):
         base = tensor._base
         owner = tensor if base is None else base
         # `leaf_of`, without a call
-        if owner.is_leaf and (owner.requires_grad or calls.is_parameter(owner)):
+        if owner.is_leaf and (owner.requires_grad or storages.is_parameter(owner)):
             source = self._leaf_source(index, tensor, owner)
         else:
             if not self._leaves.are_found and (leaves := self._leaves.behind(tensor)):
                 self.leaves[index] = [*map(TensorWeakRef, leaves)]
-            key = key or calls.storage_of(tensor)
+            key = key or storages.storage_of(tensor)
             argument = self._arguments.get(key)
             if argument is not None:
                 source = self._argument_source(tensor, argument)
@@ -234,7 +235,9 @@ class Segment(Trace, CheckpointPhase):
         self._leaves.are_found = True
         # a view of another dtype, or of a tensor that is not plain, is for a recompute to make
         if tensor is owner or (
-            tensor.dtype == owner.dtype and calls.storage_of(tensor) and calls.storage_of(owner)
+            tensor.dtype == owner.dtype
+            and storages.storage_of(tensor)
+            and storages.storage_of(owner)
         ):
             return LeafSource(tensor, owner, reference)
         return None

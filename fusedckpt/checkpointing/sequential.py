@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fusedckpt.autograd import arguments, phases
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.private import disable_current_modes, pytree
-from fusedckpt.checkpointing.calls import storage_of
+from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.module_calls import Buffers
 from fusedckpt.checkpointing.segment import Segment, is_plain_call

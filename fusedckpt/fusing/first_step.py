@@ -67,8 +67,17 @@ class Waiting:
     report: FuseReport
     # the names of the modules, in order
     names: dict[str, None]
+    # how the call of `fuse` lets inputs be kept
+    store: str | None = None
     # why the last training call was not looked into, "" if none was made
     obstacle: str = ""
+
+    def swap_of(
+        self, module: nn.Module, kinds: frozenset[str], is_gathered: bool = False
+    ) -> Swap | NotFused:
+        """Return the swap of a module that runs again, and calls these kinds of functions."""
+        swap = recomputing_swap(module, kinds, self.save, is_gathered)
+        return swap.storing(self.store) if isinstance(swap, Swap) else swap
 
 
 class PlaceInModel(NamedTuple):
@@ -118,7 +127,7 @@ def find_waiting(model: nn.Module, search: Search, former: Collection[str] = ())
     names = {name: None for name, is_asked in undecided.items() if is_asked or name in former}
     if not names:
         return
-    waiting = Waiting(search.save, search.report, names)
+    waiting = Waiting(search.save, search.report, names, search.store)
     inside = set[nn.Module]()
     for name, module in search.modules.items():
         if module not in inside and name in names:
@@ -221,7 +230,7 @@ def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
     for top, place in places:
         for module, full_name in _undecided_in(top, place).items():
             kinds = mixers.kinds.get(names[module])
-            swap = None if kinds is None else recomputing_swap(module, kinds, place.waiting.save)
+            swap = None if kinds is None else place.waiting.swap_of(module, kinds)
             if isinstance(swap, Swap):
                 stop_waiting(module)
                 swap.apply(module)
@@ -458,7 +467,7 @@ class _StepObserver(RunObserver):
         if is_around or not (kinds or is_large):
             self._decided[module] = None
             return None
-        swap = recomputing_swap(module, kinds, self._waiting.save, self._is_gathered)
+        swap = self._waiting.swap_of(module, kinds, self._is_gathered)
         obstacle = swap if isinstance(swap, NotFused) else _obstacle_of(module, args, kwargs)
         if obstacle is not None or isinstance(swap, NotFused):
             assert obstacle is not None
@@ -530,7 +539,7 @@ class _StepObserver(RunObserver):
                 self._leave_as_it_is(module, NotFused("ranks"))
             elif code == _TAKEN and decided is None:
                 kinds = frozenset[str]()
-                swap = recomputing_swap(module, kinds, self._waiting.save)
+                swap = self._waiting.swap_of(module, kinds)
                 if isinstance(swap, Swap):
                     stop_waiting(module)
                     swap.apply(module)

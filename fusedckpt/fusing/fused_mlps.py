@@ -95,6 +95,8 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     options = reader.options[level]
     if module.chunks is not None:
         options = options._replace(chunks=module.chunks)
+    if (store := module.__dict__.get(levels.STORE)) is not None:
+        options = options._replace(store=store)
     if hidden:
         options = options._replace(dropout=hidden, output_dropout=result)
     if sharding is None:

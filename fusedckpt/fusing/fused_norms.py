@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private, tracker
+from fusedckpt.autograd.levels import STORE
 from fusedckpt.blocks import reader
+from fusedckpt.blocks.layer_function import run_layer
+from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
-from fusedckpt.layers.norm import layer_norm, rms_norm
 
 
 class NormMatch(NamedTuple):
@@ -95,11 +97,14 @@ def normalized(
     """Return the norm that a match describes; note its inputs for readers of the result."""
     shape = x.shape[-1:] if weight is None else weight.shape
     eps = getattr(module, match.eps) if isinstance(match.eps, str) else match.eps
+    store = module.__dict__.get(STORE)
     if match.kind == "layer":
         weight = weight + match.offset if weight is not None and match.offset else weight
-        y = layer_norm(x, shape, weight, bias, eps=eps)
+        options = NormOptions("layer_norm", "layer", shape, eps, store=store)
     else:
-        y = rms_norm(x, shape, weight, eps, offset=match.offset, cast=match.cast)
+        rule = match.offset, match.cast
+        options = NormOptions("rms_norm", "rms", shape, eps, *rule, store=store)
+    y = run_layer(options, x, (weight, None if match.kind == "rms" else bias))
     if match.casts_back and y.dtype != x.dtype:
         return y.to(x.dtype)
     return reader.note_norm(module, y, weight, bias)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import phases
+from fusedckpt.autograd.levels import STORE
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.checkpointing.segment import Segment
@@ -121,7 +121,8 @@ def recomputed_call(
         samples=True,
         reads_samples_late=True,
     )
-    return shared_layers.saving_recipe_of(x, partial(run_checkpoint, options, fn, args, {}))
+    store = module.__dict__.get(STORE)
+    return shared_layers.saving_recipe_of(x, store, run_checkpoint, options, fn, args, {})
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

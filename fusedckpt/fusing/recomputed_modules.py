@@ -203,7 +203,9 @@ def _recipe_of_output(
         return None
     output = partial(_output, segment, segment.pack_output(place, y))
     # the module's own backward, which checks parameters, may be over
-    return Made("module", output, [Leaf(p) for p in parameters], [y])
+    made = Made("module", output, [Leaf(p) for p in parameters], [y])
+    made.is_rounded = segment.may_differ
+    return made
 
 
 def _output(segment: Segment, packed: Packed, *_: Tensor) -> Tensor:

@@ -29,6 +29,8 @@ class Search:
     skip: Sequence[str] | None
     # whether modules of each kind are swapped
     kinds: Mapping[str, bool]
+    # how inputs are kept, None for as they are
+    store: str | None = None
     # the result of the call
     report: FuseReport = field(default_factory=FuseReport)
     # the changes to make, in the order in which they were found

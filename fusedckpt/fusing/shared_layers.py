@@ -24,12 +24,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, next_call, private, recipes
+from fusedckpt.autograd import dispatch, index, levels, next_call, phases, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 from fusedckpt.autograd.replay import PLAIN_TENSORS
+from fusedckpt.autograd.rounded import rounded_leaf
 from fusedckpt.autograd.tracker import (
     NO_LIMIT,
     Tracker,
@@ -56,23 +57,33 @@ def shared_view_of(x: Any, *makers: str) -> View | None:
     return None if torch.compiler.is_compiling() else index.view_of(x, NORM, *makers)
 
 
-def saving_recipe_of(x: Tensor, run: Callable[[], Any]) -> Any:
-    """Return run(), which saves its argument x; the recipe of x is saved instead, if it has one."""
+def saving_recipe_of(
+    x: Tensor, store: str | None, run: Callable[..., Any], options: Any, *args: Any
+) -> Any:
+    """Return run(options, *args), which saves x, or the recipe of x in its place, if it has one.
+
+    store: how x is kept without a recipe, see `fuse`. options: are told whether backward gets x
+    rounded.
+    """
     if torch.compiler.is_compiling():
-        return run()
+        return run(options, *args)
     if private.num_function_modes() and sees_alone():
         # functions in a checkpoint run as they are
-        return outside_mode(saving_recipe_of, x, run)
+        return outside_mode(saving_recipe_of, x, store, run, options, *args)
     tracker = active()
     view = index.view_of(x, NORM)
     if view is None and tracker is not None:
         view = tracker.view_of(x)
+    if view is None and (store or levels.override.store):
+        view = rounded_view_of(x)
     if view is not None:
-        y = _saving(view, x, run)
+        if view.source.is_rounded:
+            options = options._replace(rounds=True)
+        y = _saving(view, x, partial(run, options, *args))
         # code of the model has run
         next_call.forget()
         return y
-    y = run()
+    y = run(options, *args)
     if tracker is not None:
         tracker.note_saved(x)
     return y
@@ -91,6 +102,8 @@ class Shared(nn.Module):
     _fusedckpt_prefix = ""
     # the makers of the inputs that it saves recipes of, beside norms
     _fusedckpt_reads: tuple[str, ...] = ()
+    # how it keeps an input without a recipe, None for as it is
+    _fusedckpt_store: str | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward; save the recipe of the input, if that is known."""
@@ -136,12 +149,29 @@ class Shared(nn.Module):
     __prepare_scriptable__ = refuse_script
 
 
+def rounded_view_of(x: Any) -> View | None:
+    """Return how to read an input that is kept in nine bits, None where it stays as it is."""
+    if x.__class__ is not Tensor or not torch.is_grad_enabled():
+        return None
+    if private.are_transforms_active() or dispatch.is_traced(x) or phases.current() is not None:
+        return None
+    leaf = rounded_leaf(x)
+    return None if leaf is None else recipes.view_in(leaf, x)
+
+
 class SharedProduct(Shared):
     """Forward of a layer that multiplies its input by a weight of its own."""
 
     _fusedckpt_reads = (ACTIVATION,)
     # whether its forward is of other code, which may write to its input
     _fusedckpt_samples = True
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x), which saves x, perhaps in nine bits."""
+        view = None
+        if self._fusedckpt_store or levels.override.store:
+            view = rounded_view_of(x)
+        return forward(x) if view is None else self._with_recipe(x, view, forward)
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         dtype = autocast_dtype(x.device)
@@ -164,6 +194,10 @@ class SharedReader(SharedProduct):
     """
 
     _fusedckpt_reads = ()
+
+    def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
+        """Return forward(x): a router chooses by the bits of its input."""
+        return forward(x)
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         return _with_functions(self, x, view, forward)[0]
@@ -204,6 +238,11 @@ class SharedLinear(SharedProduct):
 
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
         """Return forward(x), which its readers make again from x: autograd saves x anyway."""
+        if self._fusedckpt_store or levels.override.store:
+            view = rounded_view_of(x)
+            if view is not None:
+                y = super()._with_recipe(x, view, forward)
+                return self._noted(x, y, rounds=True) if self._is_known(x, forward) else y
         if not self._is_known(x, forward):
             return forward(x)
         weight: Any = self._parameters["weight"]
@@ -221,12 +260,12 @@ class SharedLinear(SharedProduct):
     def _copies(self, x: Tensor) -> bool:
         return x.dim() > 2 and not dispatch.has_hooks(self)
 
-    def _noted(self, x: Tensor, y: Any) -> Any:
+    def _noted(self, x: Tensor, y: Any, *, rounds: bool = False) -> Any:
         """Note that a result is made of an input that autograd saves, and return the result."""
         if y.__class__ is not Tensor or y.grad_fn is None or private.are_transforms_active():
             return y
         tracker = active()
-        if tracker is not None and tracker.view_of(x) is not None:
+        if tracker is not None and not rounds and tracker.view_of(x) is not None:
             # another GEMM would make the input
             index.put(y, LINEAR, _recipe_of_saved)
             return y
@@ -234,7 +273,7 @@ class SharedLinear(SharedProduct):
         if private.top_hooks() is not None:
             # hooks that count may save another tensor of the same memory
             reference = partial(_itself, x)
-        self._note(y, partial(_recipe_of_input, reference, x._version))
+        self._note(y, partial(_recipe_of_input, reference, x._version, rounds))
         if self._fusedckpt_readers == "code":
             self._let_know(tracker, y)
         return y
@@ -286,6 +325,7 @@ def _recipe_of_saved(y: Tensor, _: Sequence[Any]) -> Leaf:
 def _recipe_of_input(
     reference: Callable[[], Tensor | None],
     version: int,
+    rounds: bool,
     y: Tensor,
     parameters: Sequence[Tensor | None],
 ) -> Leaf | Made:
@@ -301,8 +341,11 @@ def _recipe_of_input(
         return Leaf(y)
     if not weight.requires_grad and x.untyped_storage().nbytes() >= y.nbytes:
         return Leaf(y)
-    leaves = [Leaf(t) for t in (x, weight, bias) if t is not None]
-    return Made("linear", partial(_linear, y.dtype), leaves, [y])
+    leaf = rounded_leaf(x) if rounds else None
+    inputs = [Leaf(x) if leaf is None else recipes.view_in(leaf, x), Leaf(weight)]
+    if bias is not None:
+        inputs.append(Leaf(bias))
+    return Made("linear", partial(_linear, y.dtype), inputs, [y])
 
 
 def _recipe_of_linear(

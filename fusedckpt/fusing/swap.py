@@ -7,11 +7,12 @@ and methods keep working.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from fusedckpt.autograd.levels import STORE
 from fusedckpt.layers.fallbacks import MARK
 
 
@@ -64,6 +65,12 @@ class Swap:
     method_mlp: Any = None
     # calls the module on one tensor
     run: Callable[[Any, Tensor], Any] = run_forward
+
+    def storing(self, store: str | None) -> Swap:
+        """Return the swap of a module that keeps its input as `store` says."""
+        if store is None:
+            return self
+        return replace(self, attributes={**self.attributes, STORE: store})
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""

@@ -17,7 +17,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.checkpointing.calls import Argument, storage_of
+from fusedckpt.autograd.storages import storage_of
+from fusedckpt.checkpointing.calls import Argument
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing.code_names import names_in_forward
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
+from fusedckpt.autograd.levels import STORE
 from fusedckpt.blocks import reader, validate
 from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import NormSpec
@@ -216,7 +217,8 @@ class RMSNorm(nn.RMSNorm):
         eps = self.eps
         offset = self.offset
         cast = self.cast
-        options = NormOptions("rms_norm", "rms", shape, eps, offset, cast, is_module=True)
+        store = attributes.get(STORE)
+        options = NormOptions("rms_norm", "rms", shape, eps, offset, cast, True, store=store)
         return _called(self, options, x, weight, bias=None)
 
     def _get_name(self) -> str:
@@ -268,7 +270,8 @@ class LayerNorm(nn.LayerNorm):
         bias = self.bias
         shape = self.normalized_shape
         eps = self.eps
-        options = NormOptions("layer_norm", "layer", shape, eps, is_module=True)
+        store = attributes.get(STORE)
+        options = NormOptions("layer_norm", "layer", shape, eps, is_module=True, store=store)
         return _called(self, options, input, weight, bias=bias)
 
     def _get_name(self) -> str:

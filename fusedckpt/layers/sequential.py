@@ -103,7 +103,8 @@ class Sequential(nn.Sequential):
             layers = list(run.layers.values())
             if run.kind != "layer":
                 if dispatch.are_plain(input):
-                    input = _computed(run.kind, layers, input, self.save, self.chunks)
+                    options = self.save, self.chunks, self.__dict__.get(levels.STORE)
+                    input = _computed(run.kind, layers, input, *options)
                     continue
                 fallbacks.note_fallback(self, fallbacks.fallback_of(input))
             for layer in layers:
@@ -202,7 +203,9 @@ def _linear_after(letters: str, linear: int) -> int:
     return after if letters.startswith("l", after) else 0
 
 
-def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | None) -> Tensor:
+def _computed(
+    kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | None, store: str | None
+) -> Tensor:
     """Compute the layers of a run in one call."""
     by_letter: dict[str, list[Any]] = {}
     for layer in layers:
@@ -224,6 +227,7 @@ def _computed(kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | 
         chunks=chunks,
         dropout=dropout,
         output_dropout=output_dropout,
+        store=store,
     )
     y = run_layer(options, x, tensors, [(linear.weight, linear.bias) for linear in linears])
     return y[0] if isinstance(y, tuple) else y

@@ -23,7 +23,7 @@ from fusedckpt.planning.grouping import SurveyedUnit
 from fusedckpt.planning.lifetimes import ConstantLife, Places
 from fusedckpt.planning.meter import Meter, Reading, roles_at
 from fusedckpt.planning.offloading import CopyRates
-from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PRODUCTS, UNCHANGED
+from fusedckpt.planning.roles import ATTENTION, INSIDE, NO_RECIPES, PRODUCTS, ROUNDED, UNCHANGED
 from fusedckpt.planning.survey import WRITES_INPUT
 from fusedckpt.planning.whole_steps import Times, once, step_kind
 from fusedckpt.reporting.step import Step
@@ -255,6 +255,8 @@ class _Costs:
         has_fused = bool({*names} - {NO_RECIPES})
         if not names or NO_RECIPES in names:
             names.append(UNCHANGED)
+        if any(ROUNDED in levels for levels in offered):
+            names.append(ROUNDED)
         rounds = [[name if name in levels else levels[0] for levels in offered] for name in names]
         pairs = zip(self._units, with_products, strict=True)
         extra = [self._checkpointed_level(unit, products) for unit, products in pairs]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from fusedckpt.autograd import arguments
+from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.memory import nbytes_of
@@ -56,6 +56,7 @@ def plan(
     accumulate: bool | int = False,
     zero_grad: str = "forward",
     offload: bool = False,
+    store: str | None = None,
     group: Group = None,
     progress: bool = True,
     **kwargs: Any,
@@ -120,6 +121,9 @@ def plan(
             copies is measured on all ranks at once; the time that they add is arithmetic. The
             printed plan says why no segment offloads: the device cannot, the budget fits without
             it, another plan costs less, or the plan would have fewer than four such segments.
+        store: "int8" lets units keep the inputs of their fused layers in nine bits a value, as
+            fuse(store="int8") does, where a plan within the budget is faster for it, or possible
+            only so: the level "inputs, int8". Inputs of segments stay as they are.
         group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
@@ -160,6 +164,7 @@ def plan(
             frees_late=_frees_late(zero_grad),
             has_default_units=units is None and isinstance(policy, str),
             rates=rates[0] if rates else None,
+            rounds=store is not None,
             progress=progress,
         )
         _check_gradients(goal)
@@ -174,6 +179,7 @@ def plan(
         return _plan(start, names, goal, parallel)
 
     offloads = arguments.flag("plan", "offload", offload)
+    levels.check_store("plan", store)
     made = broadcast(ranks, make, prepare=measure_copies if offloads else None)
     note_plan(model, made)
     return made
@@ -219,6 +225,8 @@ class _Goal(NamedTuple):
     has_default_units: bool
     # the rates of copies to the host, None without offload=True
     rates: CopyRates | None
+    # whether fused layers may keep their inputs in nine bits
+    rounds: bool
     # whether the current activity is shown
     progress: bool
 
@@ -285,7 +293,7 @@ def _plan(
         if goal.has_default_units:
             names = default_units(step, names)
             check_count(policy, names)
-        surveyed = survey(step, names)
+        surveyed = survey(step, names, rounds=goal.rounds)
         step = _surveyed_step(start, surveyed, goal)
         step.make_state(surveyed.trained)
         step.fresh()

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.levels import LEVELS, saving
+from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.checkpointing.sequential import OFFLOADED, Span
 from fusedckpt.planning import roles
 from fusedckpt.planning.chain import Chain, Item, Level, SharedConstant, Unit, simulate
@@ -154,7 +154,7 @@ class Plan:
                 )
             within: Any = OFFLOADED if item.offloads else None
             if item.level is not None:
-                within = partial(saving, item.level) if item.level in LEVELS else nullcontext
+                within = partial(roles.saving_at, item.level)
             spans.append((int(names[0]), int(names[-1]) + 1, within))
         planned = {i for start, stop, _ in spans for i in range(start, stop)}
         spans += [(i, i + 1, nullcontext) for i in range(count) if i not in planned]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -48,8 +48,10 @@ PRODUCTS = "products"
 ATTENTION = "attention"
 # the level of a unit in a model that is fused with recipes, without these recipes
 NO_RECIPES = "no recipes"
+# the level that saves the inputs of fused layers in nine bits a value, for plan(store="int8")
+ROUNDED = "inputs, int8"
 # the levels that a plan may have beside those of fused layers
-OWN_LEVELS = UNCHANGED, PRODUCTS, ATTENTION, NO_RECIPES
+OWN_LEVELS = UNCHANGED, PRODUCTS, ATTENTION, NO_RECIPES, ROUNDED
 # the tensors that layers save in a segment's recompute, whose hooks keep norms from sharing them;
 # measured, and in no plan
 INSIDE = "inside"
@@ -178,8 +180,15 @@ def run_at(level: str) -> Role:
 
 
 def _run_at(level: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    with saving(level) if level in LEVELS else nullcontext():
+    with saving_at(level):
         return forward(*args, **kwargs)
+
+
+def saving_at(level: str) -> AbstractContextManager[None]:
+    """Return a context in which fused layers save a level of a plan."""
+    if level == ROUNDED:
+        return saving("inputs", store="int8")
+    return saving(level) if level in LEVELS else nullcontext()
 
 
 def _without_recipes(forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -24,9 +24,9 @@ from fusedckpt.planning.changed_arguments import ADVICE, CHANGES, ChangedArgumen
 from fusedckpt.planning.graph import graph_of, leaves_of
 from fusedckpt.planning.grouping import SurveyedUnit, fewer, grouped
 from fusedckpt.planning.rewritten import REWRITTEN, rewritten_units
-from fusedckpt.planning.roles import NO_OPTIONS, NO_RECIPES, UNCHANGED, assigned
+from fusedckpt.planning.roles import NO_OPTIONS, NO_RECIPES, ROUNDED, UNCHANGED, assigned
 from fusedckpt.planning.trimming import trimmers_of
-from fusedckpt.planning.units import levels_of
+from fusedckpt.planning.units import has_levels, levels_of
 from fusedckpt.reporting.step import Step
 from fusedckpt.reporting.trial import tensors_of
 
@@ -270,8 +270,22 @@ class _Visits:
         return f"is called {count} times in a step" if count > 1 else self.calls[name].why_not
 
 
-def survey(step: Step, names: Sequence[str]) -> Survey:
-    """Run a forward, and call its units again; raise ValueError where it has no unit."""
+def survey(step: Step, names: Sequence[str], *, rounds: bool = False) -> Survey:
+    """Run a forward, and call its units again; raise ValueError where it has no unit.
+
+    rounds: whether units with fused layers offer to keep the inputs of these in nine bits.
+    """
+    surveyed = _survey_twice(step, names)
+    if not rounds:
+        return surveyed
+    units = [
+        unit._replace(levels=(*unit.levels, ROUNDED)) if has_levels(unit.module) else unit
+        for unit in surveyed.units
+    ]
+    return surveyed._replace(units=units)
+
+
+def _survey_twice(step: Step, names: Sequence[str]) -> Survey:
     first = _survey(step, names)
     is_joined = any(unit.joined for unit in first.units)
     rewritten = rewritten_units(step, names) if is_joined else []

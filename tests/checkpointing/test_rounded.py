@@ -14,7 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import fusedckpt
 from fusedckpt import checkpoint, checkpoint_sequential
-from fusedckpt.checkpointing import rounded
+from fusedckpt.autograd import rounded
 from fusedckpt.kernels import int8
 from fusedckpt.memory import saved_tensors
 

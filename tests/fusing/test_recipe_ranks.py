@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from recipe_nets import D, net, same, step, with_recipes
@@ -15,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.fusing import recipe_mode
+from fusedckpt.memory import saved_tensors
 
 
 @forced_path("aten")
@@ -33,6 +36,30 @@ def on_a_rank(rank: int) -> None:
         results = [step(m, x) for m in (ours, eager)]
         for a, b in zip(*results, strict=True):
             assert torch.equal(*[getattr(t, "_local_tensor", t) for t in (a, b)])
+
+    for parallel in (DistributedDataParallel, partial(fully_shard, mesh=mesh)):
+        compare_rounded(parallel, rank)
+
+
+def compare_rounded(parallel: Callable[[nn.Module], nn.Module], rank: int) -> None:
+    """Compare inputs in nine bits with inputs as they are, on a rank."""
+    results = []
+    for store in ("int8", None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(D, D), nn.RMSNorm(D), nn.Linear(D, D))
+        fusedckpt.fuse(model, store=store)
+        torch.manual_seed(rank)
+        x = torch.randn(128, D)
+        model = parallel(model)
+        with saved_tensors([x]) as saved:
+            y = model(x)
+        y.sin().mean().backward()
+        grads = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters()]
+        results.append((saved.nbytes, y.detach(), torch.cat([g.flatten() for g in grads])))
+    (nbytes, y, found), (exact_nbytes, exact_y, expected) = results
+    assert exact_nbytes - nbytes == 128 * D * (4 - 9 / 8)
+    assert torch.equal(y, exact_y)
+    assert 0 < (found - expected).norm() < 0.03 * expected.norm()
 
 
 def test_on_two_ranks(tmp_path):
