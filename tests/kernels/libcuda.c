@@ -75,6 +75,8 @@ CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
 
 CUresult cuCtxGetCurrent(CUcontext *context) { return cuDevicePrimaryCtxRetain(context, 0); }
 
+CUresult cuCtxGetDevice(CUdevice *device) { return cuDeviceGet(device, 0); }
+
 CUresult cuCtxSetCurrent(CUcontext context) { return CUDA_SUCCESS; }
 
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
@@ -83,6 +85,8 @@ CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
 }
 
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return CUDA_SUCCESS; }
+
+CUresult cuModuleUnload(CUmodule module) { return CUDA_SUCCESS; }
 
 CUresult cuModuleLoadData(CUmodule *module, const void *image) {
   static int loaded;
@@ -106,7 +110,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 
 CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute attribute, int value) {
   if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
-    return CUDA_SUCCESS;
+    return CUDA_ERROR_INVALID_VALUE;
   ((struct kernel *)function)->shared = value;
   return when(value <= SHARED);
 }
