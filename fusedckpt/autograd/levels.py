@@ -43,7 +43,7 @@ def saving(level: str | None = None, *, store: str | None = None) -> Iterator[No
     Args:
         level: "inputs" (only the inputs; activations and GEMMs are recomputed), "gate" (gated MLP:
             the gate's GEMM output too; other layers take it as "inputs"), or "preact" (GEMM outputs
-            too; only elementwise work is recomputed). None for the level of each layer.
+            too; only elementwise work is recomputed). With a store, None is each layer's level.
         store: "int8" keeps the inputs of norms, linears and MLPs in nine bits a value, see `fuse`;
             None as each layer does.
 
@@ -54,7 +54,7 @@ def saving(level: str | None = None, *, store: str | None = None) -> Iterator[No
         ValueError: `level` or `store` is another string.
         TypeError: `level` or `store` is not a string.
     """
-    if level is not None:
+    if level is not None or store is None:
         arguments.choice("saving", "level", level, LEVELS)
     check_store("saving", store)
     before = override.level, override.store
