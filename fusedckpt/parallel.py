@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fusedckpt.layers.sharded import Shardable, Sharding
+from fusedckpt.layers.notes import notes_of, set_notes
+from fusedckpt.layers.sharded import Sharding
 
 __all__ = ["MLPParallel"]
 
@@ -73,7 +74,7 @@ class MLPParallel(ParallelStyle):
             output=self.output_layouts,
             is_local=self.use_local_output,
         )
-        cast(Shardable, module)._fusedckpt_sharding = sharding
+        set_notes(module, sharding=sharding)
         return module
 
     def _distribute(self, module: nn.Module, mesh: DeviceMesh, **placements: Placement) -> None:
@@ -111,7 +112,7 @@ def _linears_of(module: Any, mesh: DeviceMesh) -> list[Any]:
             f"{name} must be a fusedckpt.MLP or GatedMLP, or an MLP that fusedckpt.fuse swapped: "
             "call fuse before parallelize_module"
         )
-    if module._fusedckpt_sharding is not None:
+    if notes_of(module).sharding is not None:
         raise ValueError(f"{name} is sharded already")
     if mesh.ndim != 1:
         raise ValueError(f"{name} takes a mesh of one dimension, got {mesh}")
@@ -121,6 +122,7 @@ def _linears_of(module: Any, mesh: DeviceMesh) -> list[Any]:
     features = linears[0].weight.shape[0]
     if features % mesh.size():
         raise ValueError(
-            f"{name} has {features} hidden features, which {mesh.size()} ranks cannot share evenly"
+            f"{name} has {features} hidden features, which {mesh.size()} ranks cannot share: "
+            f"use a mesh whose size divides {features}"
         )
     return linears

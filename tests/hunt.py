@@ -30,6 +30,8 @@ import torch
 from torch import nn
 
 from fusedckpt import fuse
+from fusedckpt.fusing.swap import original_of
+from fusedckpt.layers.notes import notes_of
 from tests.tiny import WIDTH, build
 
 LIBRARIES = ["torch.nn", "transformers", "timm", "diffusers", "torchvision"]
@@ -169,7 +171,7 @@ def try_one(kind: type[nn.Module], module: nn.Module, found: Found) -> None:
         found.counts["false x1"] += 1
         return
     found.left.update(f"{reason}   ({name})" for reason in report.left.values())
-    swapped = [n for n, m in module.named_modules() if "_fusedckpt_original" in m.__dict__]
+    swapped = [n for n, m in module.named_modules() if original_of(m) is not None]
     found.counts["swapped"] += bool(report.swapped)
     found.counts["modules"] += len(swapped)
     for path, scale in product(swapped, SCALES):
@@ -248,8 +250,8 @@ def _compared(ours: Any, eager: Any, truth: Any) -> str | None:
 
 
 def _width(module: nn.Module) -> int:
-    match: Any = module.__dict__.get("_fusedckpt_match")
-    if hasattr(match, "block") and match.pattern.linears:
+    match: Any = notes_of(module).match
+    if hasattr(match, "pattern") and match.pattern.linears:
         path, _, transposed = match.pattern.linears[0]
         weight = module.get_parameter(".".join(path))
         return weight.shape[0 if transposed else 1]

@@ -11,8 +11,6 @@ from fusedckpt.autograd import arguments
 
 # how inputs are kept, beside as they are: in nine bits a value, see `autograd.rounded`
 STORES = ("int8",)
-# the attribute of a module that `fuse` changed with how it keeps its input
-STORE = "_fusedckpt_store"
 # from the fewest saved bytes to the most
 LEVELS = ("inputs", "gate", "preact")
 # of each kind of layer

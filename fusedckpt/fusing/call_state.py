@@ -42,7 +42,7 @@ from fusedckpt.state.holders import (
 )
 
 # of attributes that `fuse` adds, which no forward writes
-_OURS = "_fusedckpt_"
+_OURS = "_fusedckpt"
 # dicts of a module, of which a forward may replace some entries
 _MEMBERS = "_parameters", "_buffers", "_modules"
 # objects of these packages are no state of a model

@@ -24,9 +24,10 @@ from fusedckpt.fusing.matcher import Matcher, swap_obstacle
 from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import MARK, Part, Swap
+from fusedckpt.fusing.swap import Part, Swap, original_of
 from fusedckpt.fusing.tail import tail_of, tail_swap
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import notes_of
 from fusedckpt.layers.sequential import Sequential
 
 
@@ -45,20 +46,20 @@ class SwapFinder:
             if module in inside:
                 continue
             swap = self._swap_of(name, module)
-            attributes = vars(module) if swap is None else swap.attributes
+            notes = vars(notes_of(module)) if swap is None else swap.notes
             if swap is None and (swap := self._feed_forward_swap(name, module)) is not None:
                 inside.update(swap.method_mlp.children())
             if swap is not None:
                 self.search.swaps.append((module, swap))
-            inside.update(_computed_in(module, attributes))
+            inside.update(_computed_in(module, notes))
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
         """Return a module's swap, if any; report why a module that looks like an MLP has none."""
-        if (original := module.__dict__.get(MARK)) is not None:
+        if (original := original_of(module)) is not None:
             for inner, part in original.parts.items():
                 if self.search.has(join_names(name, inner), part.kind):
                     self.report.keep(join_names(name, inner), part)
-        if MARK in vars(module) or type(module).__module__.startswith("fusedckpt."):
+        if original is not None or type(module).__module__.startswith("fusedckpt."):
             return None
         if isinstance(module, ScriptModule):
             if self.search.has(name, "mlp") and any(True for _ in module.parameters()):
@@ -105,7 +106,7 @@ class SwapFinder:
 
     def _feed_forward_swap(self, name: str, module: nn.Module) -> Swap | None:
         """Return the swap of a layer's method that is an MLP."""
-        mlp = None if MARK in vars(module) else feed_forward_of(module)
+        mlp = None if original_of(module) is not None else feed_forward_of(module)
         if mlp is None or not self.search.has(name, "mlp"):
             return None
         swap = self.matcher.swap_of(mlp, "mlp")
@@ -114,13 +115,13 @@ class SwapFinder:
         if swap_obstacle(module, swap.attributes, [module]) is not None:
             return None
         self.report.swap(name, swap.parts[""])
-        match = swap.attributes["_fusedckpt_match"]
+        match = swap.notes["match"]
         # the layer has more children and attributes than the MLP
         match = match._replace(guards=match.guards.without_root())
         return replace(
             swap,
             new_class=subclass(FusedFeedForward, type(module)),
-            attributes={**swap.attributes, "_fusedckpt_match": match},
+            notes={**swap.notes, "match": match},
             method_mlp=mlp,
         )
 
@@ -218,12 +219,12 @@ def _entered(parent: nn.Sequential, found_runs: Iterable[SwappedRun]) -> Iterato
     return map(parent.get_submodule, outer)
 
 
-def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Module]:
+def _computed_in(module: nn.Module, notes: dict[str, Any]) -> list[nn.Module]:
     """Return the modules that a module computes itself, which are then skipped.
 
     None where it may run its children.
     """
-    match = attributes.get("_fusedckpt_match")
+    match = notes.get("match")
     is_dropping = any(True for _ in rates_above_zero(module, match))
     # a linear and its activation may read a recipe, and be read by one
     shares = may_share(module, getattr(match, "pattern", None))
@@ -231,6 +232,6 @@ def _computed_in(module: nn.Module, attributes: dict[str, Any]) -> list[nn.Modul
         return [*module.modules()]
     if match is None or is_dropping or shares:
         return []
-    tail = attributes.get("_fusedckpt_tail")
+    tail = notes.get("tail")
     layers = [module] if tail is None else [module._modules[name] for name in tail.mlp]
     return [inner for layer in layers if layer is not None for inner in layer.modules()]

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.call_state import is_noted
-from fusedckpt.fusing.fuse_report import WAITS, FuseReport, join_names
+from fusedckpt.fusing.fuse_report import FuseReport, join_names
 from fusedckpt.fusing.match_mixers import recomputing_swap
 from fusedckpt.fusing.mixers_in_run import (
     Before,
@@ -42,19 +42,19 @@ from fusedckpt.fusing.mixers_in_run import (
     mixers_in_run,
     repeat_alike,
 )
-from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER
-from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, Recomputed, repeat_obstacle
+from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.swap import MARK, Original, Swap, undo
+from fusedckpt.fusing.swap import Original, Swap, original_of, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import NO_NOTES, NOTES, clear_notes, notes_of, set_notes
 
 # reasons that a second run gives although it is taken
 _INFORMING = "again", "unseen"
 # attributes that a call leaves in a module
-_NOTES = LITTLE_GAIN, WRITTEN_PARAMETER, fallbacks.NOTE
+_NOTES = "little_gain", "writes"
 
 
 @dataclass(eq=False)
@@ -81,7 +81,7 @@ class Waiting:
 
 
 class PlaceInModel(NamedTuple):
-    """The record in the attribute `WAITS` of a module that waits, or of the model around."""
+    """The record in the notes of a module that waits, or of the model around."""
 
     waiting: Waiting
     # its name in the model
@@ -111,7 +111,7 @@ class Waits(nn.Module):
         @functools.wraps(original.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             run = functools.partial(original.forward, self)
-            if torch.compiler.is_compiling() or WAITS not in vars(self):
+            if torch.compiler.is_compiling() or self.__dict__.get(NOTES, NO_NOTES).waits is None:
                 return run(*args, **kwargs)
             return _call(self, run, args, kwargs)
 
@@ -143,7 +143,7 @@ def _names_of_undecided(search: Search) -> Iterator[str]:
     if search.save != "inputs":
         return
     taken = {m for m, swap in search.swaps if not issubclass(swap.new_class, SharedCode)}
-    marked = (module for module in search.modules.values() if MARK in vars(module))
+    marked = (module for module in search.modules.values() if original_of(module) is not None)
     taken.update(m for m in marked if not isinstance(m, SharedCode) or _has_parts(m))
     # blocks; layers that share a recipe, and models with recipes, may hold more
     kinds = {module: type(module) for module in search.modules.values() if _has_parts(module)}
@@ -172,27 +172,30 @@ def _wait(module: nn.Module, place: PlaceInModel, search: Search) -> None:
     for index, (swapped, swap) in enumerate(search.swaps):
         if swapped is module:
             new_class = subclass(Waits, swap.new_class)
-            attributes = {**swap.attributes, WAITS: place}
-            search.swaps[index] = module, replace(swap, new_class=new_class, attributes=attributes)
+            notes = {**swap.notes, "waits": place}
+            search.swaps[index] = module, replace(swap, new_class=new_class, notes=notes)
             return
-    search.swaps.append((module, Swap("waits", "", subclass(Waits, type(module)), {WAITS: place})))
+    search.swaps.append(
+        (module, Swap("waits", "", subclass(Waits, type(module)), notes={"waits": place}))
+    )
 
 
 def stop_waiting(module: nn.Module) -> PlaceInModel | None:
     """Give a module that waits its class back; return its place, None if it does not wait."""
-    place: PlaceInModel | None = vars(module).pop(WAITS, None)
+    place: PlaceInModel | None = notes_of(module).waits
     if place is None:
         return None
-    original: Original = vars(module)[MARK]
+    clear_notes(module, "waits")
+    original: Original = notes_of(module).original
     made = made_of(type(module))
     if made is not None and made[0] is Waits:
         module.__class__ = made[1]
     # else sharding made a class of it, whose forward is now the original one
-    attributes = tuple(name for name in original.attributes if name != WAITS)
-    if attributes or original.parts:
-        vars(module)[MARK] = original._replace(attributes=attributes)
+    notes = tuple(field for field in original.notes if field != "waits")
+    if notes or original.attributes or original.parts:
+        set_notes(module, original=original._replace(notes=notes))
     else:
-        del vars(module)[MARK]
+        clear_notes(module, "original")
     return place
 
 
@@ -200,7 +203,9 @@ def stop_waiting(module: nn.Module) -> PlaceInModel | None:
 def stopped_waiting(model: nn.Module) -> Iterator[list[str]]:
     """Let no module of a model wait; on an error inside they wait as before. Yield their names."""
     before = [
-        (m, type(m), vars(m)[WAITS], vars(m)[MARK]) for m in model.modules() if WAITS in vars(m)
+        (m, type(m), notes.waits, notes.original)
+        for m in model.modules()
+        if (notes := notes_of(m)).waits is not None
     ]
     for module, *_ in before:
         stop_waiting(module)
@@ -209,13 +214,13 @@ def stopped_waiting(model: nn.Module) -> Iterator[list[str]]:
     except BaseException:
         for module, kind, place, original in before:
             module.__class__ = kind
-            vars(module).update({WAITS: place, MARK: original})
+            set_notes(module, waits=place, original=original)
         raise
 
 
 def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
     """Look into a call of a model that waits without a step: a copy runs on these arguments."""
-    places = [(m, vars(m)[WAITS]) for m in model.modules() if WAITS in vars(m)]
+    places = [(m, place) for m in model.modules() if (place := notes_of(m).waits) is not None]
     is_sharded = any(map(private.is_fsdp_module, model.modules()))
     if not (places and model.training) or is_sharded or _obstacle(model, args) is not None:
         return
@@ -268,7 +273,7 @@ def _swapped_in(model: nn.Module) -> set[nn.Module]:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    original: Original | None = vars(module).get(MARK)
+    original = original_of(module)
     return original is not None and bool(original.parts)
 
 
@@ -284,7 +289,7 @@ def on_trial() -> Iterator[None]:
 
 def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run a module that waits, and look into this call if it is a plain training call."""
-    place: PlaceInModel = vars(module)[WAITS]
+    place: PlaceInModel = notes_of(module).waits
     if _observer.get() is not None or not (module.training and torch.is_grad_enabled()):
         return run(*args, **kwargs)
     ranks = private.ranks_of(module)
@@ -509,20 +514,20 @@ class _StepObserver(RunObserver):
                 stop_waiting(module)
                 swap.apply(module)
                 again: Any = module.forward(*args, **kwargs)
-                notes = {key: vars(module).get(key) for key in _NOTES}
+                notes = {field: getattr(notes_of(module), field) for field in _NOTES}
+                fallback = vars(module).get(fallbacks.NOTE)
         except torch.OutOfMemoryError:
             return NotFused("memory")
         except Exception as error:  # arbitrary code of others
             return NotFused("second", type(error).__name__)
-        note = notes.pop(fallbacks.NOTE)
-        if note is not None and note[0] not in _INFORMING:
-            return NotFused(*note)
+        if fallback is not None and fallback[0] not in _INFORMING:
+            return NotFused(*fallback)
         if not repeat_alike(again, output):
             return NotFused("twice")
         swap.apply(module)
-        vars(module).update(notes)
-        if note is not None:
-            fallbacks.note_fallback(module, note)
+        set_notes(module, **notes)
+        if fallback is not None:
+            fallbacks.note_fallback(module, fallback)
         return _SecondRun(again)
 
     def agree(self, ranks: private.Ranks) -> None:

@@ -14,15 +14,15 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.match_mlps import swapped_runs
 from fusedckpt.fusing.mlp_reader import rates_above_zero
-from fusedckpt.fusing.swap import MARK, Original, Part
+from fusedckpt.fusing.swap import Part, original_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import CHECKPOINT, IN_ORDER, RECIPES, NotFused
+from fusedckpt.layers.notes import has_note, notes_of
 from fusedckpt.layers.sequential import Sequential
 
 # the attribute of a model with recipes: why its last call saved none
-RECIPES_OBSTACLE = "_fusedckpt_no_recipes"
+RECIPES_OBSTACLE = "recipes_obstacle"
 # the attribute of a model, or a module of it, that waits for its first training call
-WAITS = "_fusedckpt_waits"
 # classes that a report names where it found nothing
 _MOST_CLASSES = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")
@@ -79,7 +79,7 @@ class FuseReport:
         That call shows whether a module saves so much that it is better run again in backward.
         """
         model = self._model_now()
-        places = [] if model is None else [vars(m).get(WAITS) for m in model.modules()]
+        places = [] if model is None else [notes_of(m).waits for m in model.modules()]
         reasons_by_name = {}
         for waiting in dict.fromkeys(place.waiting for place in places if place is not None):
             obstacle = waiting.obstacle
@@ -162,7 +162,7 @@ class FuseReport:
             # its first training call may find a way
             return f"{reason}; {undecided}: {undecided.remedy}"
         model = self._model_now()
-        has_recipes = model is not None and RECIPES_OBSTACLE in vars(model)
+        has_recipes = model is not None and has_note(model, RECIPES_OBSTACLE)
         if reason.remedy == RECIPES and has_recipes:
             return f"{reason}; its result is made again in backward"
         if reason.remedy == IN_ORDER and has_recipes:
@@ -182,9 +182,9 @@ class FuseReport:
     def _hint(self) -> Iterator[str]:
         """Yield the classes where nothing was found, and the call that measures a step."""
         model = self._model_now()
-        attributes = {} if model is None else vars(model)
-        if RECIPES_OBSTACLE in attributes:
-            obstacle = attributes[RECIPES_OBSTACLE]
+        has_recipes = model is not None and has_note(model, RECIPES_OBSTACLE)
+        if has_recipes:
+            obstacle = notes_of(model).recipes_obstacle
             yield "recipes: results of cheap functions are made again in backward" + (
                 f"; not in the last call: {obstacle}" if obstacle else ""
             )
@@ -195,10 +195,10 @@ class FuseReport:
             more = f" and {others} other classes" if others > 0 else ""
             named = ", ".join(f"{count} x {name}" for name, count in counts[:_MOST_CLASSES])
             yield f"looked at {named}{more}"
-            if RECIPES_OBSTACLE not in attributes:
+            if not has_recipes:
                 yield "recompute_elementwise=True also recomputes activations, sums, other norms"
         measures = "print(fusedckpt.report(model, **batch)) measures what a step saves, and where"
-        if RECIPES_OBSTACLE not in attributes:
+        if not has_recipes:
             yield f"{measures}, also with recompute_elementwise=True"
         elif self.kinds or self.shared:
             yield measures
@@ -274,7 +274,7 @@ class PlacedPart(NamedTuple):
 def placed_parts(model: nn.Module) -> Iterator[PlacedPart]:
     """Yield the parts of all swapped modules of a model."""
     for name, module in model.named_modules():
-        original: Original | None = module.__dict__.get(MARK)
+        original = original_of(module)
         for inner, part in original.parts.items() if original is not None else ():
             yield PlacedPart(join_names(name, inner), module, inner, part)
 
@@ -300,7 +300,7 @@ def _dropping(model: nn.Module) -> Iterator[tuple[str, NotFused]]:
         if getattr(module, "save", "") == "inputs":
             # recomputed with its masks
             continue
-        for path, attribute in rates_above_zero(module, module.__dict__.get("_fusedckpt_match")):
+        for path, attribute in rates_above_zero(module, notes_of(module).match):
             yield name, NotFused("dropout", ".".join(path) or attribute)
 
 

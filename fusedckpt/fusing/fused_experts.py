@@ -46,8 +46,6 @@ class FusedExperts(Swapped):
 
     save_levels = LEVELS_OF["experts"]
 
-    _fusedckpt_match: ExpertsMatch
-    _fusedckpt_reader: Reader
     _fusedckpt_count = 3
     save: str
     chunks: int | None
@@ -78,8 +76,8 @@ class FusedDenseExperts(FusedExperts):
 
 def _experts(module: Any, x: Any, index: Any, scores: Any) -> Tensor | NotFused:
     """Return the result of a module's experts, or why this call cannot run fused."""
-    match: ExpertsMatch = module._fusedckpt_match
-    if (change := module._fusedckpt_reader.change(module)) is not None:
+    match: ExpertsMatch = module._fusedckpt.match
+    if (change := module._fusedckpt.reader.change(module)) is not None:
         return change
     operands = {name: _operand(module, name, match.is_transposed) for name in (*WEIGHTS, *BIASES)}
     if not all(isinstance(t, Tensor) for t in (x, index, scores)):

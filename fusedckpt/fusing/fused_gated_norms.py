@@ -57,17 +57,15 @@ class GatedNormMatch(NamedTuple):
 class FusedGatedNorm(Swapped):
     """Forward of a norm with a gate of any class; saves only x and the gate."""
 
-    _fusedckpt_match: GatedNormMatch
-    _fusedckpt_reader: Reader
     _fusedckpt_count = 2
     save_levels = ()
 
     def _fused(self, x: Tensor, gate: Tensor) -> Tensor | NotFused:
-        match = self._fusedckpt_match
+        match = self._fusedckpt.match
         weight = None if match.weight is None else self._parameters.get(match.weight)
         if not dispatch.are_plain(x, gate, weight):
             return fallbacks.fallback_of(x, gate=gate, **{match.weight or "": weight})
-        if (change := self._fusedckpt_reader.change(self)) is not None:
+        if (change := self._fusedckpt.reader.change(self)) is not None:
             return change
         if match.weight is not None and weight is None:
             return NotFused("changed", match.weight)
@@ -80,7 +78,7 @@ class FusedGatedNorm(Swapped):
         return matched_gated_norm(self, match, x, gate, weight)
 
     def _function_now(self) -> str:
-        return f"fused as {self._fusedckpt_match.words}"
+        return f"fused as {self._fusedckpt.match.words}"
 
 
 def matched_gated_norm(

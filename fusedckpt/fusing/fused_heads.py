@@ -31,10 +31,11 @@ from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.swap import Part, Swap
+from fusedckpt.fusing.swap import Part, Swap, original_of
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.fallbacks import MARK, NotFused
+from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
+from fusedckpt.layers.notes import ModuleNotes, clear_notes, notes_of, set_notes
 from fusedckpt.state.rng import CPU, GeneratorCalls, RandomStates, of_device
 
 # told by name: transformers is not imported
@@ -48,8 +49,6 @@ _LARGEST = -1
 _TOLERANCE = 1e-5
 # attributes of the model: the `LogitMapping` that its loss gets, or the reason why it computes
 # logits; whether evaluation skips logits, too
-MAPPING = "_fusedckpt_mapping"
-ALWAYS = "_fusedckpt_always"
 
 
 class LogitMapping(NamedTuple):
@@ -157,12 +156,11 @@ class FusedHead(nn.Module):
     _fusedckpt_prefix = "Fused"
     _parameters: Any
     save_levels = LEVELS_OF["head"]
-    # the call of the model that runs now
-    _fusedckpt_call: _LossCall | None = None
+    _fusedckpt: ModuleNotes
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the logits, or a tensor in their place."""
-        call = self._fusedckpt_call
+        call: _LossCall | None = self._fusedckpt.loss_call
         if call is None or not _may_skip(self, input):
             return super().forward(input)
         return call.logits_placeholder(self, input)
@@ -187,6 +185,7 @@ class FusedCausalModel(nn.Module):
 
     # a Trainer looks a model up by the name of its class
     _fusedckpt_prefix = ""
+    _fusedckpt: ModuleNotes
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -207,7 +206,7 @@ class FusedCausalModel(nn.Module):
     def loss_function(self) -> Any:
         """The model's loss, or ours of the hidden states."""
         function = super().loss_function  # type: ignore[misc]  # of transformers' models
-        call = getattr(self.get_output_embeddings(), "_fusedckpt_call", None)  # type: ignore[operator]
+        call = notes_of(self.get_output_embeddings()).loss_call  # type: ignore[operator]
         return function if call is None or call.hidden is None else partial(self._loss, call)
 
     @loss_function.setter
@@ -219,15 +218,15 @@ class FusedCausalModel(nn.Module):
         head: Any = self.get_output_embeddings()  # type: ignore[operator]  # of transformers' models
         if not isinstance(head, FusedHead) or torch.compiler.is_compiling() or dispatch.DISABLED:
             return False
-        if not (self.training and torch.is_grad_enabled()) and not self.__dict__.get(ALWAYS):
+        if not (self.training and torch.is_grad_enabled()) and not self._fusedckpt.always:
             return False
-        if vars(head)[MARK].kind.forward is not dispatch.own_forward(nn.Linear):
+        if notes_of(head).original.kind.forward is not dispatch.own_forward(nn.Linear):
             fallbacks.note_fallback(head, NotFused("changed", "the forward of its class"))
             return False
         if dispatch.has_hooks(head):
             fallbacks.note_fallback(head, NotFused("hook", "its output embedding"))
             return False
-        if isinstance(reason := self.__dict__.get(MAPPING), str):
+        if isinstance(reason := self._fusedckpt.mapping, str):
             fallbacks.note_fallback(head, NotFused("logits", reason))
             return False
         if not is_causal_loss(super().loss_function):  # type: ignore[misc]
@@ -241,13 +240,13 @@ class FusedCausalModel(nn.Module):
     def _run_without_logits(self, run: Callable[[], Any]) -> Any:
         """Run the model's forward; the first time, probe its function of the logits."""
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
-        mapping = self.__dict__.get(MAPPING)
+        mapping = self._fusedckpt.mapping
         # one call in training says nothing about nodes that evaluation has not
         known = mapping if torch.is_grad_enabled() else None
         call = _LossCall(known)
         random_states = RandomStates(_generators(head))
         try:
-            head._fusedckpt_call = call
+            set_notes(head, loss_call=call)
             output = run()
             if call.hidden is not None and not call.has_loss:
                 raise _Refused("computes its loss without its loss_function")
@@ -262,11 +261,11 @@ class FusedCausalModel(nn.Module):
         else:
             return output if call.hidden is None else _output_without_logits(output)
         finally:
-            head.__dict__.pop("_fusedckpt_call", None)
+            clear_notes(head, "loss_call")
         random_states.restore()
         output = run()
         reason = f"{type(self).__name__} {reason}"
-        self.__dict__[MAPPING] = reason
+        set_notes(self, mapping=reason)
         fallbacks.note_fallback(head, NotFused("logits", reason))
         warnings.warn(
             f"fuse(head=True): {reason}, so it computes its logits as before", stacklevel=3
@@ -288,7 +287,7 @@ class FusedCausalModel(nn.Module):
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         mapping = call.mapping_to(logits)
         if torch.is_grad_enabled():
-            self.__dict__[MAPPING] = mapping
+            set_notes(self, mapping=mapping)
         call.has_loss = True
         if shift_labels is None:
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -346,7 +345,7 @@ def find_heads(model: nn.Module, search: Search, always: bool) -> None:
         name = names.get(head)
         if name is None or not search.has(name, "head"):
             continue
-        if (original := vars(head).get(MARK)) is not None:
+        if (original := original_of(head)) is not None:
             if issubclass(type(head), FusedHead):
                 search.report.keep(name, original.parts[""])
             continue
@@ -355,9 +354,10 @@ def find_heads(model: nn.Module, search: Search, always: bool) -> None:
             continue
         part = Part("head", f"{type(head).__name__} -> loss without logits", None)
         search.report.swap(name, part)
-        head_swap = Swap("head", part.change, subclass(FusedHead, type(head)), {}, parts={"": part})
+        head_swap = Swap("head", part.change, subclass(FusedHead, type(head)), parts={"": part})
         model_class = subclass(FusedCausalModel, type(module))
-        model_swap = Swap("head", part.change, model_class, {MAPPING: None, ALWAYS: always})
+        notes = {"mapping": None, "always": always}
+        model_swap = Swap("head", part.change, model_class, notes=notes)
         search.swaps += [(head, head_swap), (module, model_swap)]
 
 

@@ -13,36 +13,35 @@ from torch.nn import functional
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.fusing.mlp_reader import MLPMatch, MLPReader, shardable_linears
+from fusedckpt.fusing.mlp_reader import MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import ModuleNotes
 
 
 class FusedMLP(Swapped):
     """Forward of an MLP of any class; saves the tensors that its level names."""
 
-    _fusedckpt_match: MLPMatch
-    _fusedckpt_reader: MLPReader
     save: str
     chunks: int | None
 
     @property
     def save_levels(self) -> tuple[str, ...]:
         """Return the levels that it offers to a plan."""
-        return self._fusedckpt_reader.levels
+        return self._fusedckpt.reader.levels
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:
         return _mlp(self, self._original, x)
 
     def linears_to_shard(self) -> list[nn.Module] | str:
         """Return the modules with the pattern's weights, or why they must stay whole."""
-        return shardable_linears(self, self._fusedckpt_match)
+        return shardable_linears(self, self._fusedckpt.match)
 
     def _function_now(self) -> str:
-        pattern = self._fusedckpt_match.pattern
+        pattern = self._fusedckpt.match.pattern
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
         now = f"fused as {pattern.kind}, activation={pattern.activation}", f"save={self.save}"
         return ", ".join([*now, *more])
@@ -51,7 +50,7 @@ class FusedMLP(Swapped):
 class FusedFeedForward(nn.Module):
     """Overrides a layer's method that is an MLP."""
 
-    _fusedckpt_sharding = None
+    _fusedckpt: ModuleNotes
 
     def _ff_block(self, x: Tensor) -> Tensor:
         original = super()._ff_block  # type: ignore[misc]  # of the layer's class
@@ -64,7 +63,7 @@ class FusedFeedForward(nn.Module):
 
 def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | NotFused:
     """Return the result of a module's MLP, or why this call cannot run fused."""
-    reader: MLPReader = module._fusedckpt_reader
+    reader: MLPReader = module._fusedckpt.reader
     match = reader.match
     if match.pattern.kind == "linear_act" and _shares_recipes(module, x):
         # its layers save no more, and let the next linear save as little
@@ -74,7 +73,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     # an array that equals a level is in the tuple, too
     if type(save) is not str or level not in reader.levels or save not in reader.levels:
         level = _level_now(save, match.pattern.kind, reader.levels)
-    sharding = module._fusedckpt_sharding
+    sharding = module._fusedckpt.sharding
     if sharding is not None:
         sharded.check_input(type(module).__name__, x, sharding)
         if torch.compiler.is_compiling():
@@ -95,7 +94,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
     options = reader.options[level]
     if module.chunks is not None:
         options = options._replace(chunks=module.chunks)
-    if (store := module.__dict__.get(levels.STORE)) is not None:
+    if (store := module._fusedckpt.store) is not None:
         options = options._replace(store=store)
     if hidden:
         options = options._replace(dropout=hidden, output_dropout=result)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private, tracker
-from fusedckpt.autograd.levels import STORE
 from fusedckpt.blocks import reader
 from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.programs import NormOptions
@@ -16,6 +15,7 @@ from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import NO_NOTES, NOTES
 
 
 class NormMatch(NamedTuple):
@@ -50,12 +50,10 @@ class NormMatch(NamedTuple):
 class FusedNorm(Swapped):
     """Forward of a norm of any class; saves only x for the verified dtypes."""
 
-    _fusedckpt_match: NormMatch
-    _fusedckpt_reader: Reader
     save_levels = ()
 
     def _fused(self, x: Tensor) -> Tensor | NotFused:
-        match = self._fusedckpt_match
+        match = self._fusedckpt.match
         if private.num_function_modes() and not match.casts_back and tracker.sees_alone():
             return tracker.outside_mode(self._fused, x)
         weight = None if match.weight is None else self._parameters.get(match.weight)
@@ -70,8 +68,8 @@ class FusedNorm(Swapped):
     def _normalized(
         self, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> Tensor | NotFused:
-        match = self._fusedckpt_match
-        if (changed := self._fusedckpt_reader.change(self)) is not None:
+        match = self._fusedckpt.match
+        if (changed := self._fusedckpt.reader.change(self)) is not None:
             return changed
         for name, tensor in ((match.weight, weight), (match.bias, bias)):
             if name is not None and tensor is None:
@@ -86,7 +84,7 @@ class FusedNorm(Swapped):
         return normalized(self, match, x, weight, bias)
 
     def _function_now(self) -> str:
-        match = self._fusedckpt_match
+        match = self._fusedckpt.match
         ours = "layer_norm" if match.kind == "layer" else f"rms_norm, cast={match.cast}"
         return f"fused as {ours}"
 
@@ -97,7 +95,7 @@ def normalized(
     """Return the norm that a match describes; note its inputs for readers of the result."""
     shape = x.shape[-1:] if weight is None else weight.shape
     eps = getattr(module, match.eps) if isinstance(match.eps, str) else match.eps
-    store = module.__dict__.get(STORE)
+    store = module.__dict__.get(NOTES, NO_NOTES).store
     if match.kind == "layer":
         weight = weight + match.offset if weight is not None and match.offset else weight
         options = NormOptions("layer_norm", "layer", shape, eps, store=store)

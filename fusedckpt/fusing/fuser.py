@@ -26,9 +26,10 @@ from fusedckpt.fusing.recipe_gain import gain_on_batch
 from fusedckpt.fusing.recipe_models import find_recipe_model
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.subclass import made_of
-from fusedckpt.fusing.swap import MARK, undo
+from fusedckpt.fusing.swap import original_of, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.notes import notes_of
 from fusedckpt.layers.sequential import Sequential
 
 
@@ -87,15 +88,15 @@ def fuse(
         head: whether causal language models of transformers compute their loss in training without
             logits, as `functional.linear_cross_entropy` does: then `logits` of their output is
             None. A scale and a softcap of logits are read in the first step; a model that does
-            anything else to them is named there, and computes them as before. "always": in
-            evaluation with labels, too.
-        example_inputs: arguments of the model, as a dict, a tuple, or one tensor. Modules that call
-            attention or a scan by whatever helper, and those that save more than four times their
-            inputs and their result, show in a run alone. With a batch a copy of the model runs
-            once, without gradients, and twice once it is fused, for the report's line on the bytes
-            that `recompute_elementwise` would bring. Without, each one's first training call shows
-            it: it runs a second time there, once, with the loss, gradients and random states of a
-            call without.
+            anything else to them is named there, and computes them as before. "always": also
+            in evaluation with labels.
+        example_inputs: arguments of the model, as a dict, a tuple, or one tensor. Only a run shows
+            which modules call attention or a scan through a helper, and which save more than four
+            times the bytes of their inputs and result. With example inputs a copy of the model
+            runs once, without gradients, and the fused copy runs twice, for the report's line on
+            the bytes that `recompute_elementwise` would save. Without them, the first training
+            call of each such module decides: the module runs a second time in that call, with the
+            same loss, gradients and random states.
         verify: before a swap, compare outputs and gradients of the fused module with the
             original's, on random inputs and weights: the error against float64 may be twice the
             original's plus 8 epsilons. A module that differs is left and named. Forwards of unknown
@@ -196,10 +197,10 @@ def unfuse(model: nn.Module) -> nn.Module:
             Nothing is changed then.
     """
     _check_module("unfuse", model)
-    if not any(MARK in vars(module) for module in model.modules()):
+    if not any(original_of(module) is not None for module in model.modules()):
         warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
     with stopped_waiting(model):
-        swapped = [(name, m) for name, m in model.named_modules() if MARK in vars(m)]
+        swapped = [(name, m) for name, m in model.named_modules() if original_of(m) is not None]
         for name, module in swapped:
             _check_class(name, module)
     for _, module in swapped:
@@ -210,7 +211,7 @@ def unfuse(model: nn.Module) -> nn.Module:
 
 def _check_class(name: str, module: nn.Module) -> None:
     """Refuse a module whose class other code has changed since it was fused."""
-    original_class = vars(module)[MARK].kind
+    original_class = notes_of(module).original.kind
     if _class_before_fuse(type(module), original_class) not in (
         original_class,
         LayerNorm,

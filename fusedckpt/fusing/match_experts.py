@@ -73,11 +73,8 @@ def experts_swap(module: nn.Module, save: str, chunks: int | None) -> Swap | Not
         "experts",
         f"{type(module).__name__} -> experts ({', '.join(details)})",
         subclass(new_class, type(module)),
-        {
-            "_fusedckpt_match": ExpertsMatch(gating, is_transposed, guards),
-            "save": save,
-            "chunks": chunks,
-        },
+        {"save": save, "chunks": chunks},
+        {"match": ExpertsMatch(gating, is_transposed, guards)},
         features=(gate_up.shape[1 if is_transposed else 2],),
         can_shrink=True,
     )
@@ -203,8 +200,8 @@ def verified_experts(module: nn.Module, swap: Swap, verify: bool) -> Swap | NotF
     if problem is not None and not is_eager(module):
         # the own forward of some multiplies in float32
         problem = problem_of("batched_mm")
-        match = swap.attributes["_fusedckpt_match"]._replace(is_own=False)
-        swap = replace(swap, attributes={**swap.attributes, "_fusedckpt_match": match})
+        match = swap.notes["match"]._replace(is_own=False)
+        swap = replace(swap, notes={**swap.notes, "match": match})
     if problem is not None:
         return problem
     # transformers' grouped_mm runs on meta tensors in bfloat16 alone

@@ -80,7 +80,7 @@ def gated_norm_swap(module: nn.Module) -> Swap | NotFused | None:
         "norm",
         f"{type(module).__name__} -> {match.words}",
         subclass(FusedGatedNorm, type(module)),
-        {"_fusedckpt_match": match},
+        notes={"match": match},
         features=(2 * width,),
         run=_run_on_halves,
     )

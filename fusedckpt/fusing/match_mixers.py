@@ -13,11 +13,10 @@ from fusedckpt.fusing import reasons
 from fusedckpt.fusing.matcher import swap_obstacle
 from fusedckpt.fusing.mixers_in_code import mixers_in_code
 from fusedckpt.fusing.mixers_in_run import mixers_in_run
-from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER
-from fusedckpt.fusing.recomputed_modules import LITTLE_GAIN, MIXES, SAVE, Recomputed
+from fusedckpt.fusing.recomputed_modules import Recomputed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import MARK, Part, Swap
+from fusedckpt.fusing.swap import Part, Swap, original_of
 from fusedckpt.layers.fallbacks import NotFused
 
 
@@ -27,7 +26,7 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     mlps = [module for module, swap in search.swaps if swap.kind == "mlp"]
     for name, kinds in _mixers(model, search, batch).items():
         module = search.modules[name]
-        if module in known or MARK in vars(module):
+        if module in known or original_of(module) is not None:
             continue
         # at other levels they are not swapped
         if not search.has(name, "attention") or search.save != "inputs":
@@ -60,15 +59,15 @@ def recomputing_swap(
     is_gathered: whether it runs, so that FSDP2 has gathered its parameters.
     """
     kind = type(module)
-    attributes = {LITTLE_GAIN: None, SAVE: save, MIXES: kinds, WRITTEN_PARAMETER: None}
+    notes = {"little_gain": None, "save": save, "mixes": kinds, "writes": None}
     reason = reasons.of_storage(module)
     if is_gathered and reason == NotFused("fsdp"):
         reason = None
-    reason = reason or swap_obstacle(module, attributes, [])
+    reason = reason or swap_obstacle(module, {}, [])
     if reason is not None:
         return reason
     part = Part("attention", f"{kind.__name__} -> recomputed{_exceptions(kinds)}", None)
-    return Swap("attention", part.change, subclass(Recomputed, kind), attributes, parts={"": part})
+    return Swap("attention", part.change, subclass(Recomputed, kind), notes=notes, parts={"": part})
 
 
 def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset[str]]:
@@ -77,7 +76,8 @@ def _mixers(model: nn.Module, search: Search, batch: Any) -> dict[str, frozenset
     if batch is None or not search.kinds["attention"]:
         return in_code
     # a layer that shares a recipe may be part of a module that saves much
-    fused = (m for m in search.modules.values() if MARK in vars(m) and vars(m)[MARK].parts)
+    originals = ((m, original_of(m)) for m in search.modules.values())
+    fused = (m for m, original in originals if original is not None and original.parts)
     swapped = {*search.inside, *fused, *(module for module, _ in search.swaps)}
     in_run = mixers_in_run(model, *arguments_of(batch), swapped)
     if isinstance(in_run, str):

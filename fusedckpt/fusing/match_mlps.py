@@ -92,7 +92,7 @@ def recomputed_swap(module: nn.Module) -> Swap | None:
         "mlp",
         f"{type(module).__name__} -> recomputed",
         subclass(Recomputed, type(module)),
-        {"_fusedckpt_match": MLPMatch(RERUN, guards)},
+        notes={"match": MLPMatch(RERUN, guards)},
         features=input_shape[-1:],
         can_shrink=True,
     )
@@ -151,7 +151,8 @@ def _swap(module: nn.Module, match: MLPMatch, save: str, chunks: int | None) -> 
         "linear" if pattern.kind == "linear_act" else "mlp",
         f"{name} -> {pattern.kind} ({', '.join(details)})",
         subclass(FusedMLP, type(module)),
-        {"_fusedckpt_match": match, "save": save, "chunks": chunks},
+        {"save": save, "chunks": chunks},
+        {"match": match},
         features=(in_features,),
         can_shrink=True,
     )

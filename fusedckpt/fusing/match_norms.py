@@ -118,7 +118,7 @@ def _swap(
         "norm",
         f"{type(module).__name__} -> {change}",
         subclass(FusedNorm, type(module)),
-        {"_fusedckpt_match": match},
+        notes={"match": match},
         features=(width,),
     )
 

@@ -22,8 +22,8 @@ from fusedckpt.fusing.adapters import base_of, is_dequantizing
 from fusedckpt.fusing.outside_reads import NONE, OutsideReads, are_equal_values
 from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.simple_values import MISSING
-from fusedckpt.fusing.swap import MARK
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import notes_of
 
 
 class Guard(NamedTuple):
@@ -149,4 +149,5 @@ def _original_class(module: nn.Module) -> type[nn.Module]:
     """Return a module's class before it was swapped, nn.Linear for a linear that dequantizes."""
     if is_dequantizing(module):
         return nn.Linear
-    return module.__dict__[MARK].kind if MARK in module.__dict__ else type(module)
+    original = notes_of(module).original
+    return type(module) if original is None else original.kind

@@ -22,9 +22,8 @@ from fusedckpt.fusing.mlp_pattern import is_activation
 from fusedckpt.fusing.mlp_reader import MLPPattern
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.shared_code import SHARES_CODE, SharedCode
+from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.shared_layers import (
-    READERS,
     SharedActivation,
     SharedCheap,
     SharedLinear,
@@ -33,7 +32,7 @@ from fusedckpt.fusing.shared_layers import (
     SharedReader,
 )
 from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import MARK, Swap
+from fusedckpt.fusing.swap import Swap, original_of
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 
@@ -81,8 +80,8 @@ def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
             continue
         if search.save != "inputs" and ours in (SharedCheap, SharedNorm):
             continue
-        attributes = {"_fusedckpt_save": search.save} if ours is SharedLinear else {}
-        swaps[name] = Swap("linear", "", subclass(ours, type(module)), attributes)
+        notes = {"save": search.save} if ours is SharedLinear else {}
+        swaps[name] = Swap("linear", "", subclass(ours, type(module)), notes=notes)
     return swaps
 
 
@@ -95,7 +94,7 @@ def _note_readers(swaps: Mapping[str, Swap]) -> None:
     }
     for name, swap in swaps.items():
         if _parent(name) in places and issubclass(swap.new_class, SharedLinear):
-            swap.attributes[READERS] = "layers"
+            swap.notes["readers"] = "layers"
 
 
 def _add_code(search: Search, seen: Set[nn.Module], swaps: dict[str, Swap]) -> None:
@@ -109,9 +108,9 @@ def _add_code(search: Search, seen: Set[nn.Module], swaps: dict[str, Swap]) -> N
         if not hidden:
             continue
         new_class = subclass(SharedCode, type(module))
-        swaps[name] = Swap("linear", "", new_class, {SHARES_CODE: True})
+        swaps[name] = Swap("linear", "", new_class, notes={"shares_code": True})
         for linear in hidden:
-            swaps[linear].attributes[READERS] = "code"
+            swaps[linear].notes["readers"] = "code"
 
 
 def _is_hidden(place: int, linears: Sequence[Any]) -> bool:
@@ -138,7 +137,7 @@ def _change(module: nn.Module, swap: Swap) -> str:
 
 def _with_sources(search: Search, swaps: Mapping[str, Swap]) -> dict[str, Swap]:
     """Return the swaps of layers with inputs that may have a recipe: an MLP's, or behind norms."""
-    places = {_parent(name) for name, swap in swaps.items() if READERS in swap.attributes}
+    places = {_parent(name) for name, swap in swaps.items() if "readers" in swap.notes}
     places.update(name for name, swap in swaps.items() if issubclass(swap.new_class, SharedCode))
     has_norms = _has_norms(search, swaps)
     return {
@@ -162,7 +161,11 @@ def _own_linears(name: str, module: nn.Module, shared: Mapping[str, Swap]) -> li
     kind = type(module)
     if kind.__module__.startswith(("torch.", "fusedckpt.")) or kind.forward is nn.Module.forward:
         return []
-    if "forward" in vars(module) or MARK in vars(module) or isinstance(module, ScriptModule):
+    if (
+        "forward" in vars(module)
+        or original_of(module) is not None
+        or isinstance(module, ScriptModule)
+    ):
         return []
     if _has_blocks(module):
         return []
@@ -204,7 +207,11 @@ def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
 
 def _shared(module: nn.Module) -> type[nn.Module] | None:
     """Return our class of a layer that may read a recipe, None for other modules."""
-    if "forward" in vars(module) or MARK in vars(module) or reasons.of_storage(module) is not None:
+    if (
+        "forward" in vars(module)
+        or original_of(module) is not None
+        or reasons.of_storage(module) is not None
+    ):
         return None
     if not dispatch.are_plain(*module._parameters.values()):
         return None

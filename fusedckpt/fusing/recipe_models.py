@@ -17,11 +17,11 @@ from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, active, tracking
 from fusedckpt.fusing import recipe_kernels, recipe_mode
 from fusedckpt.fusing.cheap_functions import is_any_replaced
-from fusedckpt.fusing.fuse_report import RECIPES_OBSTACLE
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.subclass import made_of, subclass
 from fusedckpt.fusing.swap import Swap
+from fusedckpt.layers.notes import set_notes
 
 KERNELS.append(recipe_kernels.run_recipes)
 
@@ -67,7 +67,7 @@ class WithRecipes(nn.Module):
                 return original.forward(self, *args, **kwargs)
             obstacle = obstacle_of_recipes(args)
             if torch.is_grad_enabled():
-                self.__dict__[RECIPES_OBSTACLE] = obstacle
+                set_notes(self, recipes_obstacle=obstacle)
             if obstacle is not None:
                 return original.forward(self, *args, **kwargs)
             with recipes_on(self):
@@ -80,18 +80,18 @@ def find_recipe_model(model: nn.Module, search: Search) -> None:
     """Let the forward of a model, which may be a block itself, save recipes."""
     if isinstance(model, WithRecipes):
         return
-    without_obstacle = {RECIPES_OBSTACLE: None}
+    without_obstacle = {"recipes_obstacle": None}
     for place, (module, swap) in enumerate(search.swaps):
         if module is model:
             swap = replace(
                 swap,
                 new_class=subclass(WithRecipes, swap.new_class),
-                attributes={**swap.attributes, **without_obstacle},
+                notes={**swap.notes, **without_obstacle},
             )
             search.swaps[place] = module, swap
             return
     new_class = subclass(WithRecipes, type(model))
-    search.swaps.append((model, Swap("recipes", "", new_class, without_obstacle)))
+    search.swaps.append((model, Swap("recipes", "", new_class, notes=without_obstacle)))
 
 
 def obstacle_of_recipes(args: Sequence[Any]) -> str | None:

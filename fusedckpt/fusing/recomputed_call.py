@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import phases
-from fusedckpt.autograd.levels import STORE
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.checkpointing.segment import Segment
 from fusedckpt.fusing import shared_layers
 from fusedckpt.fusing.call_state import CallState
 from fusedckpt.fusing.written_tensors import is_constant
+from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 
 # attribute of a module: the name of a parameter that its forward writes, "" for none, None before
 # its first call
-WRITTEN_PARAMETER = "_fusedckpt_writes"
 
 
 class RepeatableForward:
@@ -63,11 +62,11 @@ class RepeatableForward:
                 # a copy, as each context is entered once at a time
                 return self._context.copy().run(self._run, args)
         self._is_first = False
-        if self.__self__.__dict__.get(WRITTEN_PARAMETER, "") is None:
+        if self.__self__.__dict__.get(NOTES, NO_NOTES).writes is None:
             return self._run_first(args)
         result = self._run(args)
         if self._state.end():
-            self.__self__.__dict__[WRITTEN_PARAMETER] = self._state.written_parameter()
+            set_notes(self.__self__, writes=self._state.written_parameter())
         return result
 
     def _run_first(self, args: Sequence[Any]) -> Any:
@@ -79,7 +78,7 @@ class RepeatableForward:
         result = self._run(args)
         if not self._state.end() and segment is not None:
             segment.provisional = None
-        self.__self__.__dict__[WRITTEN_PARAMETER] = self._state.written_parameter()
+        set_notes(self.__self__, writes=self._state.written_parameter())
         return result
 
     def _run(self, args: Sequence[Any]) -> Any:
@@ -121,7 +120,7 @@ def recomputed_call(
         samples=True,
         reads_samples_late=True,
     )
-    store = module.__dict__.get(STORE)
+    store = module.__dict__.get(NOTES, NO_NOTES).store
     return shared_layers.saving_recipe_of(x, store, run_checkpoint, options, fn, args, {})
 
 

@@ -24,12 +24,12 @@ from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_noted, modules_in
-from fusedckpt.fusing.match_reader import Reader
 from fusedckpt.fusing.mlp_reader import MLPMatch, MLPPattern
-from fusedckpt.fusing.recomputed_call import WRITTEN_PARAMETER, needs_gradient, recomputed_call
+from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 from fusedckpt.state.holders import ATOMS
 
 # the pattern of an MLP that no program computes
@@ -39,9 +39,6 @@ RERUN = MLPPattern("recomputed", (), "")
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
 # attributes of the module: the calls that are not recomputed, a `_LittleGain` or None; its level;
 # the kinds of the functions by which it mixes tokens
-LITTLE_GAIN = "_fusedckpt_little_gain"
-SAVE = "_fusedckpt_save"
-MIXES = "_fusedckpt_mixes"
 
 
 class _CallOptions(NamedTuple):
@@ -69,17 +66,10 @@ class Recomputed(Swapped):
     At the levels "gate" and "preact" an attention module is not recomputed.
     """
 
-    # of an MLP that no program computes: the state that was recorded
-    _fusedckpt_match: MLPMatch | None = None
-    _fusedckpt_reader: Reader
-    # of attention and mixers: the level, and the kinds of functions by which it mixes tokens
-    _fusedckpt_save = "inputs"
-    _fusedckpt_mixes = frozenset((NAME,))
-
     @property
     def save_levels(self) -> tuple[str, ...] | None:
         """Return the levels that it offers to a plan; None of an MLP, which has one."""
-        return ("inputs", "preact") if self._fusedckpt_match is None else None
+        return ("inputs", "preact") if self._fusedckpt.match is None else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint where that saves less."""
@@ -91,7 +81,7 @@ class Recomputed(Swapped):
         if not needs_gradient(self, tensors_among(values)):
             return forward(*args, **kwargs)
         obstacle = repeat_obstacle(self, values)
-        little_gain: _LittleGain | None = self.__dict__.get(LITTLE_GAIN)
+        little_gain: _LittleGain | None = self._fusedckpt.little_gain
         if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
             # a config takes long to tell its options
             is_alike = little_gain.options == _options_of(self, kwargs)
@@ -99,7 +89,7 @@ class Recomputed(Swapped):
         if obstacle is not None:
             fallbacks.note_fallback(self, obstacle)
             return forward(*args, **kwargs)
-        is_mlp = self._fusedckpt_match is not None
+        is_mlp = self._fusedckpt.match is not None
         y = recomputed_call(
             self,
             forward,
@@ -116,15 +106,15 @@ class Recomputed(Swapped):
 
     def _runs_as_ever(self, x: Any) -> bool:
         """Whether a call saves nothing for backward, or a level, compiler or checkpoint decides."""
-        if self._fusedckpt_match is not None:
+        if self._fusedckpt.match is not None:
             return not torch.is_grad_enabled() or dispatch.is_traced(x)
-        level = levels.override.level or self._fusedckpt_save
+        level = levels.override.level or self._fusedckpt.save
         return not self.training or level != "inputs" or _saves_nothing(x)
 
     def _mlp_obstacle(self, match: MLPMatch, values: tuple[Any, ...]) -> NotFused | None:
         if len(values) != 1 or not isinstance(values[0], Tensor):
             return NotFused("arguments")
-        change = self._fusedckpt_reader.change(self)
+        change = self._fusedckpt.reader.change(self)
         if change is not None or dispatch.are_plain(*values, *self.parameters()):
             return change
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
@@ -149,7 +139,7 @@ class Recomputed(Swapped):
                 fallbacks.note_fallback(self, reason)
             if reason is not None and reason.key != "again":
                 options = _options_of(self, kwargs)
-                self.__dict__[LITTLE_GAIN] = _LittleGain(options, x.shape, reason.key)
+                set_notes(self, little_gain=_LittleGain(options, x.shape, reason.key))
             elif not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
@@ -164,7 +154,7 @@ class Recomputed(Swapped):
             if record.outputs is None:
                 return NotFused("again", record.name)
             called.add(record.name)
-        if NAME in called or self._fusedckpt_mixes != {NAME}:
+        if NAME in called or self._fusedckpt.mixes != {NAME}:
             return None
         samples = segment.samples
         is_large = samples is None or samples.nbytes > MOST_TIMES_OUTPUT * results[0].nbytes
@@ -176,11 +166,12 @@ def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | No
     if private.num_function_modes() and tracker.has_foreign_modes():
         # backward may run outside of the mode
         return NotFused("mode")
-    match = getattr(module, "_fusedckpt_match", None)
+    notes = module.__dict__.get(NOTES, NO_NOTES)
+    match = notes.match
     if match is not None and isinstance(module, Recomputed):
         return module._mlp_obstacle(match, values)
-    if written := module.__dict__.get(WRITTEN_PARAMETER):
-        return NotFused("writes itself", written)
+    if notes.writes:
+        return NotFused("writes itself", notes.writes)
     for value in values:
         for part in objects_in(value) if type(value) not in ATOMS else ():
             is_known = isinstance(part, Tensor) or is_noted(part)

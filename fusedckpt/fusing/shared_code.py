@@ -24,9 +24,9 @@ from fusedckpt.fusing.cheap_functions import KINDS
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.recipe_models import obstacle_of_recipes
 from fusedckpt.fusing.subclass import refuse_script
+from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 
 # the attribute of such a layer: False where no function read such a result in its first call
-SHARES_CODE = "_fusedckpt_shares_code"
 
 
 class ProductMode(RecipeMode):
@@ -58,7 +58,7 @@ class ProductMode(RecipeMode):
         return func(*args, **(kwargs or {}))
 
     def _reads_product(self, args: Any, is_gemm: bool) -> bool:
-        """Whether a function reads what a linear, or a cheap function behind it, has made.
+        """Whether a function reads the result of a linear, or of a cheap function behind it.
 
         A product of a linear's very result, as of queries and keys, is none of an MLP.
         """
@@ -81,7 +81,7 @@ class SharedCode(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward; functions of its linears' results save recipes."""
         run = super().forward
-        if torch.compiler.is_compiling() or not vars(self).get(SHARES_CODE):
+        if torch.compiler.is_compiling() or not self.__dict__.get(NOTES, NO_NOTES).shares_code:
             return run(*args, **kwargs)
         around = private.function_mode()
         if isinstance(around, RecipeMode) and tracker.sees_alone():
@@ -112,7 +112,7 @@ class SharedCode(nn.Module):
             y = run(*args, **kwargs)
         if not mode.has_read:
             # later calls take no mode
-            vars(self)[SHARES_CODE] = False
+            set_notes(self, shares_code=False)
         return y
 
     __prepare_scriptable__ = refuse_script

@@ -41,10 +41,10 @@ from fusedckpt.autograd.tracker import (
 )
 from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.subclass import refuse_script
+from fusedckpt.layers.notes import ModuleNotes
 
 # the attribute of a linear with readers that may make its result again from its input: "layers"
 # for an activation beside it, "code" for functions that the layer around calls
-READERS = "_fusedckpt_readers"
 # in place of a result: the layer's own forward runs
 _OWN = object()
 _LINEAR = dispatch.own_function(F, "linear")
@@ -102,8 +102,7 @@ class Shared(nn.Module):
     _fusedckpt_prefix = ""
     # the makers of the inputs that it saves recipes of, beside norms
     _fusedckpt_reads: tuple[str, ...] = ()
-    # how it keeps an input without a recipe, None for as it is
-    _fusedckpt_store: str | None = None
+    _fusedckpt: ModuleNotes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer's own forward; save the recipe of the input, if that is known."""
@@ -169,7 +168,7 @@ class SharedProduct(Shared):
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
         """Return forward(x), which saves x, perhaps in nine bits."""
         view = None
-        if self._fusedckpt_store or levels.override.store:
+        if self._fusedckpt.store or levels.override.store:
             view = rounded_view_of(x)
         return forward(x) if view is None else self._with_recipe(x, view, forward)
 
@@ -206,8 +205,6 @@ class SharedReader(SharedProduct):
 class SharedLinear(SharedProduct):
     """Forward of nn.Linear: its readers recompute its result, or save it at another level."""
 
-    _fusedckpt_save: str
-    _fusedckpt_readers = ""
     _fusedckpt_samples = False
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
@@ -216,7 +213,7 @@ class SharedLinear(SharedProduct):
             layout = view.place, view.size, view.stride, view.offset
             source = weakref.ref(view.source), view.check
             self._note(y, partial(_recipe_of_linear, source, layout, y.dtype))
-            if self._fusedckpt_readers == "code" and "linear" not in functions_of(view.source):
+            if self._fusedckpt.readers == "code" and "linear" not in functions_of(view.source):
                 self._let_know(active(), y)
         return y
 
@@ -225,20 +222,20 @@ class SharedLinear(SharedProduct):
         hooks = private.top_hooks()
         # in the recompute of a checkpoint, readers save their inputs as ever
         is_free = private.current_node() is None if hooks is None else only_count(hooks)
-        is_free = is_free and self._fusedckpt_save == "inputs"
+        is_free = is_free and self._fusedckpt.save == "inputs"
         return is_free and self._is_known(x, super(Shared, self).forward)
 
     def _is_known(self, x: Any, forward: Callable[..., Any]) -> bool:
         """Whether the readers of a result of this input may know how it was made."""
         weight = self._parameters.get("weight")
         is_plain = x.__class__ in PLAIN_TENSORS and weight.__class__ in PLAIN_TENSORS
-        if not (is_plain and self._fusedckpt_readers and torch.is_grad_enabled()):
+        if not (is_plain and self._fusedckpt.readers and torch.is_grad_enabled()):
             return False
         return self._is_torchs(forward)
 
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
         """Return forward(x), which its readers make again from x: autograd saves x anyway."""
-        if self._fusedckpt_store or levels.override.store:
+        if self._fusedckpt.store or levels.override.store:
             view = rounded_view_of(x)
             if view is not None:
                 y = super()._with_recipe(x, view, forward)
@@ -274,7 +271,7 @@ class SharedLinear(SharedProduct):
             # hooks that count may save another tensor of the same memory
             reference = partial(_itself, x)
         self._note(y, partial(_recipe_of_input, reference, x._version, rounds))
-        if self._fusedckpt_readers == "code":
+        if self._fusedckpt.readers == "code":
             self._let_know(tracker, y)
         return y
 
@@ -296,7 +293,7 @@ class SharedLinear(SharedProduct):
             tracker.know(known, known.source(y, known.parameters))
 
     def _note(self, y: Tensor, source: index.Source) -> None:
-        if self._fusedckpt_save == "inputs":
+        if self._fusedckpt.save == "inputs":
             index.put(y, LINEAR, source, self._parameters["weight"], self._parameters.get("bias"))
         else:
             index.put(y, LINEAR, _recipe_of_saved)

@@ -12,12 +12,17 @@ from typing import Any
 
 from torch import nn
 
+from fusedckpt.layers.notes import NO_NOTES, ModuleNotes
+
 # where a made class has the classes that it was made of: ours and the original
 _MADE = "_fusedckpt_made"
 
 
 class _Made(nn.Module):
     """A base of all made classes."""
+
+    # of a module that lost its notes
+    _fusedckpt: ModuleNotes = NO_NOTES
 
     def _get_name(self) -> str:
         return type(self).__name__ if _prefix(type(self)) else super()._get_name()

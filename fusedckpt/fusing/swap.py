@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from fusedckpt.autograd.levels import STORE
-from fusedckpt.layers.fallbacks import MARK
+from fusedckpt.layers.notes import clear_notes, notes_of, set_notes
 
 
 class Part(NamedTuple):
@@ -34,8 +33,17 @@ class Original(NamedTuple):
     kind: type[nn.Module]
     # the attributes that `unfuse` deletes
     attributes: tuple[str, ...]
+    # the notes that it forgets
+    notes: tuple[str, ...]
+    # the notes that it forgets
+    notes: tuple[str, ...]
     # its swapped parts, by the name below the module
     parts: dict[str, Part]
+
+
+def original_of(module: nn.Module) -> Original | None:
+    """Return the state of a module before it was swapped, None if it is not swapped."""
+    return notes_of(module).original
 
 
 def run_forward(module: Any, x: Tensor) -> Any:
@@ -54,7 +62,9 @@ class Swap:
     # the class that the module gets
     new_class: type[nn.Module]
     # the attributes that it gets, and loses by `unfuse`
-    attributes: dict[str, Any]
+    attributes: dict[str, Any] = field(default_factory=dict)
+    # the fields of its notes, likewise
+    notes: dict[str, Any] = field(default_factory=dict)
     # the trailing shape of the module's input
     features: tuple[int, ...] = ()
     # whether the module computes the same with smaller parameters, which are then verified
@@ -70,26 +80,30 @@ class Swap:
         """Return the swap of a module that keeps its input as `store` says."""
         if store is None:
             return self
-        return replace(self, attributes={**self.attributes, STORE: store})
+        return replace(self, notes={**self.notes, "store": store})
 
     def apply(self, module: nn.Module) -> None:
         """Change the module's class."""
-        attributes = self.attributes
-        match = attributes.get("_fusedckpt_match")
+        notes = self.notes
+        match = notes.get("match")
         if match is not None:
-            attributes = {**attributes, "_fusedckpt_reader": match.reader()}
-        before: Original | None = module.__dict__.get(MARK)
-        if before is None:
-            before = Original(type(module), (), {})
-        module.__dict__.update(attributes)
-        names = (*before.attributes, *attributes)
-        module.__dict__[MARK] = Original(before.kind, names, {**before.parts, **self.parts})
+            notes = {**notes, "reader": match.reader()}
+        before = original_of(module) or Original(type(module), (), (), {})
+        module.__dict__.update(self.attributes)
+        original = Original(
+            before.kind,
+            (*before.attributes, *self.attributes),
+            (*before.notes, *notes),
+            {**before.parts, **self.parts},
+        )
+        set_notes(module, original=original, **notes)
         module.__class__ = self.new_class
 
 
 def undo(module: nn.Module) -> None:
     """Give a swapped module its class back."""
-    original: Original = module.__dict__.pop(MARK)
+    original: Original = notes_of(module).original
+    clear_notes(module, "original", *original.notes)
     for attribute in original.attributes:
         module.__dict__.pop(attribute, None)
     module.__class__ = original.kind

@@ -14,7 +14,7 @@ from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.fusing.subclass import made_of, refuse_script
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
-from fusedckpt.layers.sharded import Sharding
+from fusedckpt.layers.notes import ModuleNotes
 
 # the parts of a function, as FunctionType takes them
 _FUNCTION = ("__code__", "__globals__", "__name__", "__defaults__", "__closure__")
@@ -27,8 +27,8 @@ class Swapped(nn.Module):
     _fusedckpt_count = 1
     # their names in the original's signature
     _fusedckpt_names: tuple[str, ...]
-    # how the weights are laid out over ranks, None for whole ones
-    _fusedckpt_sharding: Sharding | None = None
+    # of a module that is swapped
+    _fusedckpt: ModuleNotes
     # returns the result, or why this call cannot run fused
     _fused: Callable[..., Tensor | NotFused]
 
@@ -57,8 +57,8 @@ class Swapped(nn.Module):
             if not isinstance(y, NotFused):
                 return y
             fallbacks.note_fallback(self, y)
-        if self._fusedckpt_sharding is not None and len(tensors) == 1:
-            return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt_sharding)
+        if self._fusedckpt.sharding is not None and len(tensors) == 1:
+            return sharded.on_dtensors(super().forward, tensors[0], self._fusedckpt.sharding)
         return super().forward(*args, **kwargs)
 
     __prepare_scriptable__ = refuse_script

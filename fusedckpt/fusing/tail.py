@@ -51,14 +51,15 @@ def tail_of(parent: nn.Sequential) -> tuple[Tail, nn.Sequential] | None:
 
 def tail_swap(parent: nn.Sequential, tail: Tail, swap: Swap) -> Swap:
     """Return the swap of a Sequential whose layers `tail.mlp`, as a module, have this swap."""
-    match = swap.attributes["_fusedckpt_match"]
+    match = swap.notes["match"]
     # the parent has more children than the module of the MLP
     match = match._replace(guards=match.guards.without_root())
     return Swap(
         "mlp",
         swap.change,
         subclass(FusedTail, type(parent)),
-        {**swap.attributes, "_fusedckpt_match": match, "_fusedckpt_tail": tail},
+        swap.attributes,
+        {**swap.notes, "match": match, "tail": tail},
         parts={tail.mlp[0]: swap.parts[""]},
     )
 
@@ -66,10 +67,8 @@ def tail_swap(parent: nn.Sequential, tail: Tail, swap: Swap) -> Swap:
 class FusedTail(FusedMLP):
     """Forward of a Sequential with an MLP behind other layers; that runs fused."""
 
-    _fusedckpt_tail: Tail
-
     def _fused(self, x: Tensor) -> Tensor | NotFused:
-        tail = self._fusedckpt_tail
+        tail = self._fusedckpt.tail
         if tuple(self._modules) != (*tail.before, *tail.mlp, *tail.after):
             return NotFused("child", "a layer")
         n: Any = self._called(tail.before, x)
@@ -81,7 +80,7 @@ class FusedTail(FusedMLP):
         return self._called(tail.after, y)
 
     def _original(self, x: Any) -> Any:
-        return self._called(self._fusedckpt_tail.mlp, x)
+        return self._called(self._fusedckpt.tail.mlp, x)
 
     def _called(self, names: Sequence[str], x: Any) -> Any:
         for name in names:

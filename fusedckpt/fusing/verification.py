@@ -142,11 +142,11 @@ def small_sizes(module: nn.Module) -> dict[int, int]:
 
 def _without_guards(swap: Swap) -> Swap:
     """Return the swap of a replica, for which only sizes have changed."""
-    match = swap.attributes.get("_fusedckpt_match")
+    match = swap.notes.get("match")
     if match is None:
         return swap
-    unguarded = {"_fusedckpt_match": match._replace(guards=Guards())}
-    return replace(swap, attributes={**swap.attributes, **unguarded})
+    unguarded = match._replace(guards=Guards())
+    return replace(swap, notes={**swap.notes, "match": unguarded})
 
 
 def _problem(results: list[Errors], dtype: torch.dtype, scale: float) -> NotFused | None:
@@ -286,7 +286,7 @@ def _saved_bytes(
     clone = replica(module, lambda p, _: leaves[id(p)], training=True, enter=enter)
     if is_swapped:
         swap.apply(clone)
-        match = swap.attributes.get("_fusedckpt_match")
+        match = swap.notes.get("match")
         for path, attribute in getattr(match, "zero_rates", ()):
             vars(child_at(clone, path))[attribute] = 0.0
     shape = 1, _TOKENS, *swap.features

@@ -23,7 +23,7 @@ from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse
 from fusedckpt.fusing.match_experts import gating_of, has_experts_parameters
-from fusedckpt.fusing.swap import MARK
+from fusedckpt.fusing.swap import original_of
 from fusedckpt.integrations.first_batch import at_first_batch
 from fusedckpt.kernels.gating import Gating
 from fusedckpt.layers.experts import experts
@@ -44,8 +44,8 @@ class FuseCallback(TrainerCallback):
     Given as `callbacks=` it fuses when the Trainer is made, before DDP, FSDP and torch.compile. A
     model that `model_init` makes in `train()` is fused after them, which FSDP does not allow: call
     `fuse` in `model_init`. On the first batch it runs a copy of a model that is neither sharded nor
-    compiled, and fuses the modules that it finds so, see `batch` of `fuse`. Budgets are of the
-    module inside DDP, its buckets apart.
+    compiled, and fuses the modules that it finds so, see `example_inputs` of `fuse`. Budgets are
+    those of the module inside DDP, without DDP's buckets.
 
     Args:
         checkpoint: whether `activation_checkpointing=True`, `gradient_checkpointing=True` in older
@@ -57,7 +57,7 @@ class FuseCallback(TrainerCallback):
         save_regions: of that checkpoint.
         plan, report: as in `at_first_batch`, once for each `train()`. Under FSDP no plan: apply one
             to the model before the Trainer gets it.
-        log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
+        log: gets the FuseReport, Plan and MemoryReport, only of the first process.
         options: those of `fusedckpt.fuse`.
 
     Raises:
@@ -93,7 +93,7 @@ class FuseCallback(TrainerCallback):
     ) -> None:
         """Take our checkpoint, and prepare for the first batch."""
         model = kwargs["model"]
-        if not any(MARK in vars(module) for module in model.modules()):
+        if not any(original_of(module) is not None for module in model.modules()):
             self._fuse(model, state)
         if self.checkpoint and (_is_checkpointed(args, model) or _wrappers(model)):
             self._use_checkpoint(model, state)
@@ -175,11 +175,10 @@ def use_checkpoint(model: nn.Module, save_regions: str | Sequence[str] = ()) -> 
         use_checkpoint(model, save_regions=["attention"])
 
     It is `gradient_checkpointing_enable()` in older releases of transformers.
-    Models of diffusers are taken, too, after `enable_gradient_checkpointing()`: the function by
-    which they checkpoint is called once with a module that looks which checkpoint calls it.
+    Models of diffusers also work, after `enable_gradient_checkpointing()`: the function by which
+    they checkpoint is called once, with a module that finds out which checkpoint calls it.
 
-    The modules that torch's `checkpoint_wrapper` wraps are taken, too, as accelerate wraps them for
-    FSDP2.
+    Modules inside torch's `checkpoint_wrapper`, which accelerate uses for FSDP2, also work.
 
     With save_regions=["attention"] attention does not run again: a layer saves its input, and
     attention's output and log-sum-exp. A checkpoint inside of save_on_cpu, as with offload=True, or

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 
-# the attribute of a swapped module that has its `Original`, among it its class
-MARK = "_fusedckpt_original"
 # attribute of a module with the note of its last such call with gradients
 NOTE = "_fusedckpt_fallback"
 

@@ -1,4 +1,4 @@
-"""MLPs and gated MLPs that save their input alone, with their norm and residual.
+"""MLPs and gated MLPs that save only their input, with their norm and residual.
 
 Elements saved and GEMM FLOPs recomputed at each level, per token, D = d_model, F = d_ff:
 
@@ -31,6 +31,7 @@ from fusedckpt.blocks.operands import LoRA, NormSpec
 from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
+from fusedckpt.layers.notes import NO_NOTES
 from fusedckpt.layers.sharded import Sharding
 
 
@@ -172,7 +173,7 @@ class _MLPBase(nn.Module):
     # of modules that were pickled by a version without dropout
     dropout = output_dropout = 0.0
     # how MLPParallel has sharded the weights
-    _fusedckpt_sharding: Sharding | None = None
+    _fusedckpt = NO_NOTES
 
     def __init__(
         self,
@@ -229,8 +230,8 @@ class _MLPBase(nn.Module):
             output_dropout=self.output_dropout if is_dropping else 0.0,
             is_module=True,
         )
-        if self._fusedckpt_sharding is not None:
-            return self._on_shards(options, input, linears, self._fusedckpt_sharding)
+        if (sharding := self._fusedckpt.sharding) is not None:
+            return self._on_shards(options, input, linears, sharding)
         are_linears = are_letter("l", *linears)
         is_norm = norm is None or are_letter("n", norm)
         pairs = [(linear.weight, linear.bias) for linear in linears] if are_linears else []

@@ -1,6 +1,6 @@
-"""RMSNorm and LayerNorm that keep x alone: backward recomputes mean and rstd from it.
+"""RMSNorm and LayerNorm that save only x: backward recomputes mean and rstd from it.
 
-The residual-add forms save the new residual, which is one of their outputs and held anyway.
+The residual-add forms save the new residual, which is one of their outputs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
-from fusedckpt.autograd.levels import STORE
 from fusedckpt.blocks import reader, validate
 from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.layers import fallbacks, sharded
-from fusedckpt.layers.fallbacks import MARK, NotFused
+from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.notes import NO_NOTES, NOTES, notes_of
 
 Shape = int | Sequence[int]
 
@@ -57,17 +57,17 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
 
 def is_patched(norm: nn.Module) -> bool:
     """Whether the class of a swapped norm, or torch, has got another forward since."""
-    attributes = norm.__dict__
-    if MARK not in attributes:
+    original = norm.__dict__.get(NOTES, NO_NOTES).original
+    if original is None:
         return False
-    forward = attributes[MARK].kind.forward
+    forward = original.kind.forward
     if forward is _LAYER_FORWARD:
         return F.layer_norm is not _LAYER_FUNCTION
     return forward is not _RMS_FORWARD or F.rms_norm is not _RMS_FUNCTION
 
 
 def _run_patched(norm: nn.Module, x: Tensor) -> Any:
-    kind = norm.__dict__[MARK].kind
+    kind = notes_of(norm).original.kind
     is_own = kind.forward in (_RMS_FORWARD, _LAYER_FORWARD)
     changed = "the function of torch that it calls" if is_own else f"{kind.__name__}.forward"
     fallbacks.note_fallback(norm, NotFused("changed", changed))
@@ -206,9 +206,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
-        attributes = self.__dict__
-        if MARK in attributes and (
-            attributes[MARK].kind.forward is not _RMS_FORWARD or F.rms_norm is not _RMS_FUNCTION
+        notes = self.__dict__.get(NOTES, NO_NOTES)
+        original = notes.original
+        if original is not None and (
+            original.kind.forward is not _RMS_FORWARD or F.rms_norm is not _RMS_FUNCTION
         ):
             return _run_patched(self, x)
         # once: a parametrization computes it
@@ -217,7 +218,7 @@ class RMSNorm(nn.RMSNorm):
         eps = self.eps
         offset = self.offset
         cast = self.cast
-        store = attributes.get(STORE)
+        store = notes.store
         options = NormOptions("rms_norm", "rms", shape, eps, offset, cast, True, store=store)
         return _called(self, options, x, weight, bias=None)
 
@@ -259,10 +260,10 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize [..., *normalized_shape]."""
         # without a call, as mostly it is torch's
-        attributes = self.__dict__
-        if MARK in attributes and (
-            attributes[MARK].kind.forward is not _LAYER_FORWARD
-            or F.layer_norm is not _LAYER_FUNCTION
+        notes = self.__dict__.get(NOTES, NO_NOTES)
+        original = notes.original
+        if original is not None and (
+            original.kind.forward is not _LAYER_FORWARD or F.layer_norm is not _LAYER_FUNCTION
         ):
             return _run_patched(self, input)
         # once: a parametrization computes them
@@ -270,7 +271,7 @@ class LayerNorm(nn.LayerNorm):
         bias = self.bias
         shape = self.normalized_shape
         eps = self.eps
-        store = attributes.get(STORE)
+        store = notes.store
         options = NormOptions("layer_norm", "layer", shape, eps, is_module=True, store=store)
         return _called(self, options, input, weight, bias=bias)
 

@@ -17,6 +17,7 @@ from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of, spec_of
+from fusedckpt.layers.notes import NO_NOTES, NOTES
 
 # the linears by the run that they are of
 _LINEARS = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "norm_linear": numbered(1)}
@@ -103,7 +104,7 @@ class Sequential(nn.Sequential):
             layers = list(run.layers.values())
             if run.kind != "layer":
                 if dispatch.are_plain(input):
-                    options = self.save, self.chunks, self.__dict__.get(levels.STORE)
+                    options = self.save, self.chunks, self.__dict__.get(NOTES, NO_NOTES).store
                     input = _computed(run.kind, layers, input, *options)
                     continue
                 fallbacks.note_fallback(self, fallbacks.fallback_of(input))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, phases, recipes
 from fusedckpt.autograd.private import at_end_of_backward, raw_saved
+from fusedckpt.layers.notes import ModuleNotes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -53,7 +54,7 @@ class Shardable(Protocol):
     """A module that computes an MLP, which can run on shards of its weights."""
 
     # None for weights that are whole
-    _fusedckpt_sharding: Sharding | None
+    _fusedckpt: ModuleNotes
 
     def linears_to_shard(self) -> list[nn.Module] | str:
         """Return the modules with the layer's weights, the last one last, or why they must stay

@@ -31,12 +31,11 @@ from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.recipe_models import without_recipes
 from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.layers.notes import ModuleNotes, clear_notes, notes_of, set_notes
 from fusedckpt.planning.products import keeps_products
 
 # the attribute of a module with its role
-_ROLE = "_fusedckpt_role"
 # the attribute with a forward that was set on the module and not on its class
-_FORWARD = "_fusedckpt_forward"
 # the options of a plan's segments
 NO_OPTIONS = Options()
 
@@ -67,15 +66,16 @@ class Planned(nn.Module):
     _fusedckpt_prefix = ""
     # `unfuse` refuses it: its role would stay
     _fusedckpt_is_role = True
+    _fusedckpt: ModuleNotes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in its role."""
-        return self._in_role(self.__dict__.get(_FORWARD) or super().forward, args, kwargs)
+        return self._in_role(self._fusedckpt.own_forward or super().forward, args, kwargs)
 
     def _in_role(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _is_sharded(self):
             forward = _GatheringForward(self, forward)
-        return self.__dict__[_ROLE](forward, args, kwargs)
+        return self._fusedckpt.role(forward, args, kwargs)
 
 
 class PlannedHead(Planned):
@@ -83,7 +83,7 @@ class PlannedHead(Planned):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the logits."""
-        return (self.__dict__.get(_FORWARD) or super(Planned, self).forward)(*args, **kwargs)
+        return (self._fusedckpt.own_forward or super(Planned, self).forward)(*args, **kwargs)
 
     def _fusedckpt_loss(self, run: Callable[..., Any], *args: Any) -> Any:
         return self._in_role(run, args, {})
@@ -111,17 +111,18 @@ def assign(module: nn.Module, role: Role) -> None:
     """Let `module` run in `role`."""
     kind = type(module)
     module.__class__ = subclass(PlannedHead if issubclass(kind, FusedHead) else Planned, kind)
-    module.__dict__[_ROLE] = role
+    set_notes(module, role=role)
     if "forward" in module.__dict__:
-        module.__dict__[_FORWARD] = module.__dict__.pop("forward")
+        set_notes(module, own_forward=module.__dict__.pop("forward"))
 
 
 def release(module: nn.Module) -> None:
     """Undo `assign`."""
     module.__class__ = _unplanned(type(module))
-    del module.__dict__[_ROLE]
-    if _FORWARD in module.__dict__:
-        module.__dict__["forward"] = module.__dict__.pop(_FORWARD)
+    own_forward = notes_of(module).own_forward
+    if own_forward is not None:
+        module.__dict__["forward"] = own_forward
+    clear_notes(module, "role", "own_forward")
 
 
 @contextmanager

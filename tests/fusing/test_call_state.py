@@ -280,7 +280,7 @@ class Closed(Case):
 
 class Unfused(Case):
     def between(self, module):
-        if hasattr(module, "_fusedckpt_original"):
+        if "_fusedckpt" in vars(module):
             unfuse(module)
 
 

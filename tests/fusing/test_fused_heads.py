@@ -15,6 +15,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
+from fusedckpt.fusing.swap import original_of
 
 transformers: Any = pytest.importorskip("transformers")
 B, T, V = 2, 7, 30
@@ -176,7 +177,7 @@ def test_outputs_as_tuples():
 def unfused(model):
     torch.manual_seed(0)
     llama = transformers.LlamaForCausalLM(model.config).to(DEVICE).train()
-    if hasattr(model, "_fusedckpt_original"):
+    if original_of(model) is not None:
         fuse(llama, only="lm_head", head=True)
     return llama(input_ids=LABELS, labels=LABELS, return_dict=False)
 

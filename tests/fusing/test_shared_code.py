@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.shared_code import SHARES_CODE
+from fusedckpt.layers.notes import NO_NOTES, notes_of, set_notes
 from fusedckpt.memory import saved_tensors
 
 T, D, WIDE = 6, 8, 32
@@ -355,12 +355,12 @@ def test_a_layer_without_such_functions_is_looked_at_once():
 
     model = Two().to(DEVICE)
     fuse(model, mlp=False, attention=False)
-    assert vars(model)[SHARES_CODE]
+    assert notes_of(model).shares_code
     model(randn(T, D))
-    assert not vars(model)[SHARES_CODE]
+    assert not notes_of(model).shares_code
     unfuse(model)
     assert type(model) is Two
-    assert SHARES_CODE not in vars(model)
+    assert notes_of(model) is NO_NOTES
 
 
 def test_calls_that_save_nothing_take_no_mode():
@@ -370,7 +370,7 @@ def test_calls_that_save_nothing_take_no_mode():
     for _ in range(2):
         with torch.no_grad():
             num_calls.append(calls(lambda: fused(x)))
-        vars(fused)[SHARES_CODE] = False
+        set_notes(fused, shares_code=False)
     assert num_calls[0] <= num_calls[1] + 20
     compiled = torch.compile(fused, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), fused(x))

@@ -77,7 +77,7 @@ def test_rule_is_found_and_holds(make, change, dtype):
     assert type(norm).__name__ == f"Fused{kind.__name__}"
     # a norm casts back what autocast widens if its class did
     if kind in (Casting, OwnNorm):
-        assert norm._fusedckpt_match.casts_back is (kind is Casting)
+        assert norm._fusedckpt.match.casts_back is (kind is Casting)
     names = [name for name, _ in norm.named_parameters()]
 
     def at(module):

@@ -13,7 +13,7 @@ import fusedckpt
 from fusedckpt import Plan
 from fusedckpt.fusing import recipe_mode
 from fusedckpt.memory import saved_tensors
-from fusedckpt.planning.roles import NO_RECIPES, PLAIN
+from fusedckpt.planning.roles import NO_RECIPES, UNCHANGED
 
 C, BLOCKS = 8, 6
 
@@ -79,8 +79,8 @@ def test_a_plan_chooses_units_without_recipes():
     free = planned(policy="none")
     assert [item.level for item in free.items] == [NO_RECIPES] * BLOCKS
     levels = {level.name: level.added_bytes for level in free.chain.units[2].levels}
-    assert [*levels] == [NO_RECIPES, PLAIN]
-    assert levels[PLAIN] < 0.7 * levels[NO_RECIPES]
+    assert [*levels] == [NO_RECIPES, UNCHANGED]
+    assert levels[UNCHANGED] < 0.7 * levels[NO_RECIPES]
     assert "saves no recipes" in str(free)
     free.apply(model)
     assert saved_by(model, x) == without

@@ -8,7 +8,7 @@ from plan_models import planned
 from support import DEVICE
 from torch import Tensor, nn
 
-from fusedckpt.planning.roles import PLAIN, PRODUCTS
+from fusedckpt.planning.roles import PRODUCTS, UNCHANGED
 
 
 class Add(nn.Module):
@@ -66,7 +66,7 @@ def levels(model: nn.Module, x: Tensor) -> tuple[list[str | None], dict[str, str
 def test_written_in_place(kind):
     model = nn.Sequential(*(kind() for _ in range(3))).to(DEVICE)
     chosen, left_out = levels(model, torch.randn(8, 32, 16, device=DEVICE))
-    assert chosen == [PLAIN] * 3
+    assert chosen == [UNCHANGED] * 3
     assert [*left_out] == ["0", "1", "2"]
     assert all("in place" in why for why in left_out.values())
 
@@ -74,5 +74,5 @@ def test_written_in_place(kind):
 def test_others_save_products():
     model = nn.Sequential(Activated(), Activated(nn.SiLU()), Activated()).to(DEVICE)
     chosen, left_out = levels(model, torch.randn(8, 32, 16, device=DEVICE))
-    assert chosen == [PLAIN, PRODUCTS, PLAIN]
+    assert chosen == [UNCHANGED, PRODUCTS, UNCHANGED]
     assert left_out.keys() == {"0", "2"}
