@@ -113,9 +113,9 @@ def _linears_of(module: Any, mesh: DeviceMesh) -> list[Any]:
             "call fuse before parallelize_module"
         )
     if notes_of(module).sharding is not None:
-        raise ValueError(f"{name} is sharded already")
+        raise ValueError(f"{name} is sharded already: call parallelize_module once")
     if mesh.ndim != 1:
-        raise ValueError(f"{name} takes a mesh of one dimension, got {mesh}")
+        raise ValueError(f"{name} takes a mesh of one dimension, got {mesh}: slice it")
     linears = module.linears_to_shard()
     if isinstance(linears, str):
         raise ValueError(f"{name}: {linears}")

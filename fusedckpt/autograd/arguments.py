@@ -150,6 +150,6 @@ def layer_sizes(name: str, in_features: int, out_features: int, norm: Any, resid
         module(name, "norm", norm)
     if flag(name, "residual", residual) and in_features != out_features:
         raise ValueError(
-            f"{name}: residual needs as many output as input features, got out_features "
-            f"{out_features} for {in_features}"
+            f"{name}: residual=True adds the input to the result, so out_features must be "
+            f"in_features, {in_features}, got {out_features}: pass residual=False"
         )

@@ -360,5 +360,7 @@ def takes(name: str, key: str, value: Any) -> bool:
         return False
     if value.layout != torch.strided or value.is_nested:
         layout = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise TypeError(f"{name}: {key} must be a dense tensor, got {layout}")
+        raise TypeError(
+            f"{name}: {key} must be a dense tensor, got {layout}: pass a padded or dense copy"
+        )
     return True

@@ -73,7 +73,10 @@ def checkpoint_sequential(
             arguments.wrong_type(name, f"functions[{i}]", "callable", function)
     options["use_reentrant"] = use_reentrant
     if unknown := {*options} - OPTIONS:
-        raise ValueError(f"{name}: unknown options {', '.join(sorted(unknown))}")
+        raise ValueError(
+            f"{name}: unknown options {', '.join(sorted(unknown))}: "
+            f"pass options of checkpoint, {', '.join(sorted(OPTIONS))}"
+        )
     return _run(*_spans(functions, segments, input), options, input)
 
 

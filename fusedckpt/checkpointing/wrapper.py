@@ -40,7 +40,10 @@ def checkpoint_module(module: nn.Module, **options: Any) -> nn.Module:
     """
     arguments.module("checkpoint_module", "module", module)
     if unknown := {*options} - OPTIONS:
-        raise TypeError(f"checkpoint_module: unknown options {', '.join(sorted(unknown))}")
+        raise TypeError(
+            f"checkpoint_module: unknown options {', '.join(sorted(unknown))}: "
+            f"pass options of checkpoint, {', '.join(sorted(OPTIONS))}"
+        )
     # raises where a value is not valid
     checkpoint(**options)
     present = vars(module).get("forward")

@@ -198,7 +198,11 @@ def unfuse(model: nn.Module) -> nn.Module:
     """
     _check_module("unfuse", model)
     if not any(original_of(module) is not None for module in model.modules()):
-        warnings.warn("unfuse: no module of the model is fused", stacklevel=2)
+        warnings.warn(
+            f"unfuse: no module of the model is fused, so this {type(model).__name__} stays: "
+            "pass the model that fuse changed",
+            stacklevel=2,
+        )
     with stopped_waiting(model):
         swapped = [(name, m) for name, m in model.named_modules() if original_of(m) is not None]
         for name, module in swapped:

@@ -60,7 +60,7 @@ def build(folder: str | Path, backends: Iterable[str] = BACKENDS) -> Path:
     for backend in backends:
         arguments.choice("build", "backends", backend, BACKENDS)
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"build: expected an empty folder, {folder} has files")
+        raise ValueError(f"build: expected an empty folder, {folder} has files: pass a new one")
     source = folder / "torch-ext" / _MODULE
     for path, text in _files():
         (source / path).parent.mkdir(parents=True, exist_ok=True)

@@ -182,16 +182,16 @@ WORDS = {
     "linear": ("{} is a {}, a linear with its own forward", "use nn.Linear there"),
     "lora": ("it is LoRA around a {}", "use LoRA only around nn.Linear"),
     "forward": ("its forward was replaced", f"restore {_OWN_FORWARD}"),
-    "attribute": ("it has an attribute {} already", "rename the attribute"),
-    "apart": ("it does not form a block with {}, the layer after it", IN_ORDER),
-    "apart now": ("{} no longer forms a block with its neighbors", _AGAIN),
+    "attribute": ("its attribute {} has a name that fuse needs", "rename the attribute"),
+    "apart": ("it cannot be fused with {}, the layer after it", IN_ORDER),
+    "apart now": ("{} can no longer be fused with its neighbors", _AGAIN),
     "sequential": (
         "it is a subclass of nn.Sequential with its own forward",
         "use nn.Sequential, or put its layers into an nn.Module of your own",
     ),
     "neighbor": (
-        "only= or skip= excludes another block of its Sequential",
-        "name all blocks of the Sequential, or none",
+        "only= or skip= excludes other layers of its Sequential",
+        "name all its linears, or none",
     ),
 }
 

@@ -264,14 +264,18 @@ def _check(
 ) -> None:
     """Refuse wrong arguments before any model is made."""
     if not limits:
-        raise ValueError(f"{_NAME}: expected at least one card")
+        raise ValueError(
+            f"{_NAME}: expected at least one card, got none: pass its memory, as ['24GiB']"
+        )
     if grows not in _NOUNS:
         raise ValueError(f"{_NAME}: grows must be one of {', '.join(_NOUNS)}, got {grows!r}")
     arguments.integer(_NAME, "step", step, least=1)
     if unknown := [way for way in ways if way not in WAYS]:
         raise ValueError(f"{_NAME}: expected ways among {', '.join(WAYS)}, got {unknown[0]!r}")
     if not ways:
-        raise ValueError(f"{_NAME}: expected at least one way")
+        raise ValueError(
+            f"{_NAME}: expected at least one way, got none: pass none to try {', '.join(WAYS)}"
+        )
     if not 0.0 <= slack < 1.0:
         raise ValueError(f"{_NAME}: slack must be from 0.0 to below 1.0, got {slack}")
     if grows == "factory" and not inspect.signature(factory).parameters:

@@ -177,7 +177,9 @@ class Plan:
             return _read(json.loads(Path(path).read_text(encoding="utf-8")))
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
             why = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise ValueError(f"Plan.load: {path} is not a plan: {why}") from error
+            raise ValueError(
+                f"Plan.load: {path} is not a plan: {why}. Save it again by plan.save"
+            ) from error
 
     def __str__(self) -> str:
         return text_of_plan(self)

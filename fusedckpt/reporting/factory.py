@@ -168,7 +168,10 @@ def _check_meta(caller: str, model: nn.Module) -> None:
                 "let the factory make the model of a config, without a device or saved weights"
             )
     if not any(tensor.requires_grad for _, tensor in tensors):
-        raise ValueError(f"{caller}: no parameter of {type(model).__name__} requires grad")
+        raise ValueError(
+            f"{caller}: no parameter of {type(model).__name__} requires grad, so a step trains "
+            "nothing: let the factory return a model with trainable parameters"
+        )
 
 
 def _tokens(caller: str, model: nn.Module, batch: int | None, seq: int | None) -> dict[str, Any]:
@@ -181,7 +184,10 @@ def _tokens(caller: str, model: nn.Module, batch: int | None, seq: int | None) -
             "of transformers with a loss: let the factory return (model, inputs)"
         )
     if batch is None or seq is None:
-        raise ValueError(f"{caller}: pass batch and seq, the sizes of input_ids")
+        raise ValueError(
+            f"{caller}: the factory returned no inputs: pass batch and seq, sizes of input_ids, "
+            "or let it return (model, inputs)"
+        )
     ids = torch.zeros(batch, seq, dtype=torch.long)
     return {"input_ids": ids, "labels": ids}
 

@@ -53,7 +53,7 @@ def test_report_reads_well():
         "     1 x nn.Linear + tanh -> linear_act\n"
         "     1 x nn.RMSNorm + nn.Linear -> norm_linear\n"
         "     2 x Linear -> saves the input of a norm or linear before it\n"
-        "  left 2 x Sequential: it does not form a block with Softmax(dim=-1), the layer after it; "
+        "  left 2 x Sequential: it cannot be fused with Softmax(dim=-1), the layer after it; "
         "fuse(model, recompute_elementwise=True) recomputes its cheap functions, "
         "fusedckpt.checkpoint all of it (1 and 1 more)\n"
         "print(fusedckpt.report(model, **batch)) measures what a step saves, and where, "
