@@ -82,7 +82,8 @@ def test_error_table(name, path, dtype):
     ours = worst_errors(evaluate(path, name, z, dh), truth)
     theirs = worst_errors(eager(name, z, dh), truth)
     bounds = BOUNDS[name][[torch.float32, *HALF].index(dtype)]
-    assert all(mine <= 3 * other + 1 for mine, other in zip(ours, theirs, strict=True)), ours
+    is_near = all(mine <= 3 * other + 1 for mine, other in zip(ours, theirs, strict=True))
+    assert is_near, f"measured {ours}, torch itself {theirs}: use a formula that loses fewer digits"
     if path == "triton" and DEVICE.type == "cpu":
         # a GPU's exp is another one
         within = [bound / 2 <= mine <= bound for mine, bound in zip(ours, bounds, strict=True)]
