@@ -84,7 +84,7 @@ class Nibbles(Tensor):
         return super().__torch_function__(func, types, args, kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the tensors inside, and what else makes the weight."""
+        """Return the names of the tensors inside, and the other arguments that make the weight."""
         return ["packed", "scales"], (self.shape, self.dtype)
 
     @classmethod

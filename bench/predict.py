@@ -77,7 +77,7 @@ CARDS = {
 
 
 class Published(NamedTuple):
-    """A published row, and what was counted of its kernel."""
+    """A published row, and the counts of its kernel."""
 
     arch: str
     kernel: str

@@ -253,10 +253,10 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
     outputs, that writes to its inputs, or raises; all in a checkpoint with a `context_fn`. A region
     inside a region is part of it.
 
-    `fn` may have no side effects that the checkpointed function reads: its effects are those of the
-    forward alone. An attribute that `fn` sets, for instance, has the value of its last call when
-    the recompute reads it, and gradients are silently wrong. `debug=True` finds that: it skips the
-    region, too, and compares the rest with the forward bit by bit.
+    `fn` may have no side effects that the checkpointed function reads, because they happen only in
+    the forward. If `fn` sets an attribute, for instance, the recompute reads the value of the last
+    call, and gradients are silently wrong. `debug=True` finds that: it also skips the region, and
+    compares the other tensors with the forward bit by bit.
 
     Args:
         fn: any function. The tensors among its arguments, in plain containers too, are the region's

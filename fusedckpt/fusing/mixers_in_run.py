@@ -77,7 +77,7 @@ def mixers_in_run(
 
 
 def shared_in_copies(model: nn.Module) -> dict[int, Any]:
-    """Return by their ids, as `deepcopy` takes them, what a copy of a model shares with it."""
+    """Return the objects that a copy of a model shares with it, as a memo of `deepcopy`."""
     # generators too: their states are put back
     shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
     for parameter in _may_be_written(model):

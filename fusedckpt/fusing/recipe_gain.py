@@ -1,7 +1,7 @@
 """The bytes that a forward would save with `fuse(model, recompute_elementwise=True)`.
 
-Recipes are off by default, so a report says what they would bring, measured in a forward of its
-own: no count of functions tells which of their inputs other functions save anyway.
+Recipes are off by default, so a report says how many bytes they would save. It measures them in a
+forward of its own: no count of functions tells which of their inputs other functions save anyway.
 """
 
 from __future__ import annotations

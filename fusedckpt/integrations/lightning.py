@@ -28,7 +28,7 @@ class LightningFuseCallback(Callback):
         module: the name of the module that `training_step` calls with the batch, "" for the
             LightningModule itself: that is planned and reported.
         plan, report, loss: as in `at_first_batch`, once for each `fit`; not inside FSDP.
-        log: gets the FuseReport, Plan and MemoryReport, of the first process alone.
+        log: gets the FuseReport, Plan and MemoryReport, only of the first process.
         options: those of `fusedckpt.fuse`.
     """
 

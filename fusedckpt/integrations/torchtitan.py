@@ -1,4 +1,4 @@
-"""torchtitan: overrides that fuse every block, and checkpoint it with ours.
+"""torchtitan: overrides that fuse every block, and checkpoint it by fusedckpt.
 
     --override.imports fusedckpt.integrations.torchtitan.fused_block
     --override.imports 'fusedckpt.integrations.torchtitan.fused_block={"save": "preact"}'
@@ -66,7 +66,7 @@ _RNG = next(field for field in fields(FullAC.Config) if field.name == "preserve_
 
 @override(target=FullAC.Config, description="fusedckpt.checkpoint")
 def full_checkpoint(config: Any, save_regions: str | Sequence[str] = ()) -> Any:
-    """Return a config of full activation checkpointing that checkpoints blocks with ours.
+    """Return a config of full activation checkpointing that checkpoints blocks by fusedckpt.
 
     save_regions: that of `fusedckpt.checkpoint`; regions of torch_remat are recomputed in any case.
     """

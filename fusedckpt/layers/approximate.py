@@ -1,7 +1,7 @@
 """Activations with an exact value and an approximate derivative, saved in two bits an element.
 
-They are the paper's, and no default anywhere: a fused layer that saves its input alone is exact,
-and often saves no more.
+They are the paper's. No layer uses them by default: a fused layer that saves only its input is
+exact, and often saves no more bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtures of experts that save their input, the routing and its scores alone.
+"""Mixtures of experts that save only their input, the routing and its scores.
 
 Elements saved and GEMM FLOPs recomputed at each level, per token, for K experts of hidden width F;
 eager saves K (2 D + 4 F) and more:

@@ -1,4 +1,4 @@
-"""RMSNorm with a gate, of mixers' results: saves x and the gate alone.
+"""RMSNorm with a gate, of mixers' results: saves only x and the gate.
 
 Backward recomputes statistics, the normalized rows and the gate's activation.
 """

@@ -58,7 +58,7 @@ def linear_cross_entropy(
             softcap z = scale u.
         z_loss: adds z_loss * logsumexp(z) ** 2 to a token's loss.
         num_items: divides the sum, in place of the number of tokens with a loss; of "mean" only.
-        save: "inputs" (the default), or "preact": the linear's outputs, too.
+        save: "inputs" (the default), or "preact": also the linear's outputs.
         chunks: into how many chunks the tokens are cut; by default so that a chunk's logits take
             64 MiB, or a fourth of the weight's bytes; one where logits are saved. Gradients of
             weights then add up in float32.

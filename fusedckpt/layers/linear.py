@@ -1,4 +1,4 @@
-"""A linear and its activation that save their input alone."""
+"""A linear and its activation that save only their input."""
 
 from __future__ import annotations
 

@@ -116,12 +116,12 @@ def merge_affine(norm: nn.Module, *linears: nn.Linear) -> nn.Module:
     in float64, rounded once. A linear without a bias gets one where the norm has one. Training then
     differs: an optimizer moves the product. Put the returned norm in the place of `norm`.
 
-    The readers of the norm's result are not checked: a model computes the same only where these
-    linears alone read it, read nothing else, and share their weights with no other layer. A router
-    beside them, or a residual taken after the norm, reads it too.
+    The readers of the norm's result are not checked. The model computes the same only if no other
+    layer reads it, the linears read nothing else, and they share their weights with no other layer.
+    A router, or a residual taken after the norm, would also read it.
 
     Args:
-        norm: nn.LayerNorm, nn.RMSNorm, or ours, over one dimension.
+        norm: nn.LayerNorm, nn.RMSNorm, or fusedckpt's, over one dimension.
         linears: nn.Linear, all that read the result of `norm`.
 
     Raises:

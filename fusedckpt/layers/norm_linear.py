@@ -1,4 +1,4 @@
-"""A norm and the linears that read it, such as q, k and v, that save the norm's input alone."""
+"""A norm and the linears that read it, such as q, k and v, that save only the norm's input."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def plan(
         group: the ranks that plan together, a ProcessGroup or a DeviceMesh of one dimension: those
             that train replicas, or shards, of this model. None means the group of a
             DistributedDataParallel, else all ranks. A pipeline stage passes its data-parallel
-            group; False plans on this rank alone.
+            group; False plans only on this rank.
         progress: show the current activity on stderr, in a terminal.
 
     Returns:

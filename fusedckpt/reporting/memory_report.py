@@ -199,8 +199,8 @@ def report(
     checkpoints, so nothing is listed there; the recomputation shows in the timeline. Compiled code
     counts as one module; call it once before, so that the step does not compile. Models that call
     torch.func.grad and the like cannot be reported, as torch does not allow hooks on saved tensors
-    there. Of a DistributedDataParallel the module inside is reported, with the bytes of its
-    buckets beside the gradients; no rank waits for another.
+    there. For a DistributedDataParallel the report is of the module inside, with the bytes of the
+    buckets in addition to the gradients. No rank waits for another.
 
     Sizes are requested bytes; blocks of CUDA's caching allocator are larger. With several devices,
     `timeline` and `resident_bytes` are those of the first parameter's device.
