@@ -119,7 +119,7 @@ def fuse(
     inside of a checkpoint or under hooks on saved tensors. An input that code of the model saves as
     well, as a linear of `skip` does, is kept by both. No choice of a router is made again.
     Errors of gradients against float64, by parameter, are at most twice eager's in bfloat16, but
-    for 8 of 764 in 11 small models, weights of norms whose input has channels 50 to 1,000 times
+    for 8 of 712 in 10 small models, weights of norms whose input has channels 50 to 1,000 times
     larger: 2.0 to 4.1; and for decays of a scan that runs again (Mamba 2): 3.4. Of a result that a
     norm makes again, a write without a version is an error only where it changes 64 elements by
     more than a quarter. Under torch.compile `store` does nothing.
