@@ -125,8 +125,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (87, 33),
     "an MLP in a block": (115, 35),
-    "an MLP of functions in a block": (146, 66),
-    "a swapped attention": (246, 238),
+    "an MLP of functions in a block": (144, 64),
+    "a swapped attention": (231, 232),
 }
 
 

@@ -171,6 +171,8 @@ _below_views: Any = _probe("_C._AutoDispatchBelowADInplaceOrView", None)
 _no_autocast: Any = _probe("_C._DisableAutocast", None)
 # runs an op below autograd. Without it an op of ours called with gradients does not raise
 below_autograd: Any = _probe("_C._AutoDispatchBelowAutograd", None)
+# a context without graphs, of no calls of Python where torch has the name
+unrecorded: Callable[[], AbstractContextManager[Any]] = below_autograd or torch.no_grad
 
 
 @contextmanager

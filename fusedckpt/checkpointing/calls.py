@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from functools import update_wrapper
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
@@ -134,7 +135,10 @@ class LeafSource:
 
     def view_of(self, leaf: Tensor) -> Tensor:
         """Return the tensor, given the leaf."""
-        return leaf if self._layout is None else leaf.detach().as_strided(*self._layout)
+        if self._layout is None:
+            return leaf
+        leaf = leaf.detach() if torch.is_grad_enabled() else leaf
+        return leaf.as_strided(*self._layout)
 
     def tensor(self) -> Tensor | None:
         """Return the tensor, None where the leaf is gone."""
@@ -157,7 +161,8 @@ class ArgumentSource:
     def tensor(self) -> Tensor:
         """Return the tensor, without its graph."""
         tensor = self._argument.tensor()
-        tensor = tensor.detach() if tensor.requires_grad else tensor
+        if tensor.requires_grad and (self._layout is None or torch.is_grad_enabled()):
+            tensor = tensor.detach()
         return tensor if self._layout is None else tensor.as_strided(*self._layout)
 
 

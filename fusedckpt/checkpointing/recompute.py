@@ -229,27 +229,35 @@ class Recompute(CheckpointPhase):
             # before anything is entered: an enclosing checkpoint may have to recompute them, which
             # is to run in its own contexts alone
             args, kwargs = call.arguments(made)
-            # the context may count operations: buffers are put back outside of it
             with (
                 saved_tensors_hooks(phases.pack_hook(self), _unpack),
                 torch.enable_grad(),
-                NOTHING if run is None else run.watched(),
                 call.surroundings.restored(),
                 RecomputedCall(call),
                 functions_called(self),
-                self._segment.contexts[1],
             ):
-                self._entered = True
-                result = call.fn(*args, **kwargs)
-                self._entered = False
-                if call is self._segment.calls[-1]:
-                    for place in self._segment.outputs:
-                        self.pack(calls.result_tensors(result)[place])
+                if run is None and self._segment.contexts is calls.NO_CONTEXTS:
+                    result = self._made(call, args, kwargs)
+                else:
+                    # the context may count operations: buffers are put back outside of it
+                    context = self._segment.contexts[1]
+                    with NOTHING if run is None else run.watched(), context:
+                        result = self._made(call, args, kwargs)
             call.leave(result, made)
             if run is not None:
                 run.see("the segment", result)
             # the next call gets the parts of it that it needs
             del result, args, kwargs
+
+    def _made(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Make a call again, and return its result."""
+        self._entered = True
+        result = call.fn(*args, **kwargs)
+        self._entered = False
+        if call is self._segment.calls[-1]:
+            for place in self._segment.outputs:
+                self.pack(calls.result_tensors(result)[place])
+        return result
 
     def _explain(self, error: Exception, run: WatchedRun | None) -> None:
         """Raise a CheckpointError in place of an error that the forward did not have."""

@@ -169,7 +169,9 @@ class _FirstRun(_RegionPhase):
             self._provisional.append(Provisional(packed, value, tensor._version))
         return packed
 
-    def region_call(self, name: str, result: Any, checkpoints: list[CheckpointPhase]) -> RegionCall:
+    def region_call(
+        self, name: str, result: Any, checkpoints: Sequence[CheckpointPhase]
+    ) -> RegionCall:
         """Save provisional tensors and the result, as arguments are outside of checkpoints.
 
         Nothing is saved where the tensors are too large, or an input or a saved tensor was written.
@@ -199,7 +201,8 @@ class _FirstRun(_RegionPhase):
                 phase.late += [(x, enclosing) for x in saved if isinstance(x, LateArgument)]
         self._checkpoint.staying.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
-        return RegionCall(name, self._derived, [*zip(saved, needs, strict=True)], spec)
+        states = [x for phase in checkpoints if (x := phase.random_states()) is not None]
+        return RegionCall(name, self._derived, [*zip(saved, needs, strict=True)], spec, states)
 
     def end(self) -> None:
         """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
@@ -353,8 +356,6 @@ def _run(
         with saved_tensors_hooks(phases.pack_hook(inside), checkpoints[0].unpack):
             result = call()
         region_call = inside.region_call(name, result, checkpoints)
-        states = [phase.random_states() for phase in checkpoints]
-        region_call = region_call._replace(states=[x for x in states if x is not None])
     finally:
         if region_call.outputs is None:
             inside.sample()

@@ -26,12 +26,12 @@ the GPU by the process: it serves where a CUDA graph is captured, and nothing ca
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -75,16 +75,6 @@ class SampledTensors(NamedTuple):
         return self.elements.narrow(0, number * size, size)
 
 
-class _Waiting(NamedTuple):
-    """A tensor of which elements are to be taken."""
-
-    tensor: Tensor
-    # 64 of them, in its memory
-    elements: Tensor
-    # the tensor's version, None of an inference tensor; one that is written since has no sample
-    version: int | None
-
-
 class Gather:
     """Takes elements of tensors, by one kernel for all tensors of a dtype.
 
@@ -94,33 +84,27 @@ class Gather:
     def __init__(self, room: int):
         self.room = room
         self._bytes = 0
-        self._waiting: dict[int, _Waiting] = {}
+        # by index: a tensor, the strides by which its elements are chosen, and its version, None of
+        # an inference tensor; one that is written since has no sample
+        self._waiting: dict[int, tuple[Tensor, tuple[int, ...], int | None]] = {}
         self.blocks: list[SampledTensors] = []
 
-    def add(self, index: int, tensor: Tensor, strides: Any = None) -> Any:
+    def add(self, index: int, tensor: Tensor, strides: Any = None, key: int = 0) -> Any:
         """Add the tensor that is saved at an index; return its strides, None for no sample.
 
-        strides: those of the forward's tensor, by which elements are chosen in a recompute.
+        strides: those of the forward's tensor, by which elements are chosen in a recompute. key: of
+        its storage, if known.
         """
-        if private.num_dispatch_modes():
-            with private.unseen():
-                return self._add(index, tensor, strides)
-        return self._add(index, tensor, strides)
-
-    def _add(self, index: int, tensor: Tensor, strides: Any) -> Any:
         local = tensor if type(tensor) is Tensor else local_of(tensor)
-        if local.requires_grad:
-            # a view would hold its graph
-            local = local.detach()
-        is_known = local.dtype in _DTYPES and storage_of(local) and not local.is_meta
+        if local.dtype not in _DTYPES or local.is_meta or not (key or storage_of(local)):
+            return None
         count = local.numel()
         # memory of nothing is freed between uses
-        if not is_known or not count or not local.untyped_storage().nbytes():
+        if not count or not local.untyped_storage().nbytes():
             return None
         layout = local.stride()
-        elements = _line_of(local, index, layout, strides or layout)
         version = None if local.is_inference() else local._version
-        self._waiting[index] = _Waiting(local, elements, version)
+        self._waiting[index] = local, strides or layout, version
         self._bytes += count * local.itemsize
         if self._bytes > self.room:
             self.take()
@@ -130,22 +114,31 @@ class Gather:
         """Drop the tensor at an index, if it waits."""
         self._waiting.pop(index, None)
 
+    def clear(self) -> None:
+        """Drop the tensors that wait."""
+        self._waiting.clear()
+        self._bytes = 0
+
     def take(self) -> None:
         """Take the elements of the tensors that wait."""
-        groups: dict[Any, list[int]] = {}
-        for index, (tensor, elements, version) in self._waiting.items():
-            is_written = version is not None and tensor._version != version
-            if not is_written and tensor.untyped_storage().nbytes():
-                key = elements.dtype, elements.device, elements.numel()
-                groups.setdefault(key, []).append(index)
-        if groups:
-            with private.unseen():
-                for indices in groups.values():
-                    samples = [self._waiting[i].elements for i in indices]
-                    # autocast refuses half precision of another kind, unless there is a result
-                    elements = samples[0].new_empty(len(samples) * samples[0].numel())
-                    torch.cat(samples, out=elements)
-                    self.blocks.append(SampledTensors(tuple(indices), elements))
+        if not self._waiting:
+            return
+        groups: dict[Any, dict[int, Tensor]] = {}
+        # a view would hold the graph of its tensor
+        with private.unseen(), private.unrecorded():
+            for index, (tensor, strides, version) in self._waiting.items():
+                is_written = version is not None and tensor._version != version
+                if not is_written and tensor.untyped_storage().nbytes():
+                    elements = _elements_of(tensor, index, strides)
+                    kind = elements.dtype, elements.device, elements.numel()
+                    groups.setdefault(kind, {})[index] = elements
+            for (_, _, size), samples in groups.items():
+                rows = [*samples.values()]
+                # autocast refuses half precision of another kind, unless there is a result
+                elements = rows[0].new_empty(len(rows) * size)
+                torch.cat(rows, out=elements)
+                self.blocks.append(SampledTensors(tuple(samples), elements))
+        # `clear`, without a call
         self._waiting.clear()
         self._bytes = 0
 
@@ -158,32 +151,35 @@ class Gather:
         }
 
 
-def _line_of(
-    tensor: Tensor, number: int, layout: tuple[int, ...], strides: tuple[int, ...]
-) -> Tensor:
+def _elements_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
     """Return 64 elements of a tensor as a view of its memory, others for another number.
 
-    layout: the tensor's strides; strides: of the forward's tensor. Where those leave gaps in
-    memory, or this tensor has others, the elements are a copy, by one kernel.
+    strides: of the forward's tensor. Where those leave gaps in memory, or this tensor has others,
+    the elements are a copy, by one kernel.
     """
-    count = tensor.numel()
-    is_same = layout == strides
-    if not (is_same and tensor.is_contiguous()) and not is_dense(tensor.shape, strides):
+    shape = tensor.shape
+    line = _line(shape, strides, number % _PLACES)
+    if line is None:
         is_captured = tensor.is_cuda and torch.cuda.is_current_stream_capturing()
         # a tensor made in a capture lives in the graph's memory
         places = _places if is_captured else _known_places
-        return torch.take(tensor, places(count, number % _PLACES, tensor.device))
-    size, step, start = _line(count, number % _PLACES)
-    if is_same:
+        return torch.take(tensor, places(tensor.numel(), number % _PLACES, tensor.device))
+    size, step, start = line
+    if tensor.stride() == strides:
         return tensor.as_strided((size,), (step,), tensor.storage_offset() + start)
-    line = range(start, start + size * step, step)
-    places = [_index_of(place, tensor.shape, strides) for place in line]
-    return torch.take(tensor, torch.tensor(places, device=tensor.device))
+    indices = [_index_of(start + step * i, shape, strides) for i in range(size)]
+    return torch.take(tensor, torch.tensor(indices, device=tensor.device))
 
 
 @lru_cache(4096)
-def _line(count: int, number: int) -> tuple[int, int, int]:
-    """Return how many of a tensor's elements are taken, their distance, and the first."""
+def _line(shape: torch.Size, strides: tuple[int, ...], number: int) -> tuple[int, int, int] | None:
+    """Return how many of a tensor's elements are taken, their distance, and the first.
+
+    None where its elements do not fill its memory.
+    """
+    if not is_dense(shape, strides):
+        return None
+    count = shape.numel()
     size = min(count, _COUNT)
     # an odd step meets all columns of a matrix whose rows are powers of two
     step = count // _COUNT * 61 // 64 | 1 if count >= 2 * _COUNT else 1
@@ -271,7 +267,7 @@ class Samples:
             is_index = tensor.dtype in _INDICES and tensor.numel() >= _COUNT
             if self.is_rounded and not is_index:
                 return
-            strides = self._gather.add(index, tensor)
+            strides = self._gather.add(index, tensor, key=key)
             if strides is not None:
                 self.strides[index] = strides
 
@@ -280,6 +276,10 @@ class Samples:
         for index in indices:
             if self.strides.pop(index, None) is not None:
                 self._gather.drop(index)
+
+    def clear(self) -> None:
+        """Drop the tensors that wait, of a call that raised."""
+        self._gather.clear()
 
     def end(self, staying: Iterable[int]) -> None:
         """End a call; staying: indices of tensors that no recompute brings back."""
@@ -338,7 +338,7 @@ class _Pairs(list[Pair]):
 
 
 # by the number of their backward
-_of_backwards: WeakValueDictionary[int, _Pairs] = WeakValueDictionary()
+_of_backwards: dict[int, weakref.ref[_Pairs]] = {}
 
 
 def compare_at_end(pairs: list[Pair]) -> None:
@@ -346,10 +346,16 @@ def compare_at_end(pairs: list[Pair]) -> None:
     if not private.ends_backward():
         return compare(pairs)
     backward = private.backward_id()
-    # kept by the callback below
-    known = _of_backwards.setdefault(backward, new := _Pairs())
-    if known is new:
-        private.at_end_of_backward(new.read)
+    reference = _of_backwards.get(backward)
+    known = None if reference is None else reference()
+    if known is None:
+        known = _Pairs()
+        for number, reference in [*_of_backwards.items()]:
+            if reference() is None:
+                # other threads do the same
+                _of_backwards.pop(number, None)
+        _of_backwards[backward] = weakref.ref(known)
+        private.at_end_of_backward(known.read)
     known += pairs
 
 
@@ -371,8 +377,9 @@ def _waits(pair: Pair) -> bool:
     """Whether the comparison of samples waits for the end of the backward."""
     if not pair.before.is_cuda:
         return False
-    is_captured = torch.cuda.is_current_stream_capturing()
-    return pair.is_late or is_captured or not _may_wait(pair.before.device)
+    if pair.is_late or not _may_wait(pair.before.device):
+        return True
+    return torch.cuda.is_current_stream_capturing()
 
 
 def _defined(pairs: list[Pair], run_again: Callable[[], list[Pair]]) -> list[Pair]:
@@ -484,7 +491,7 @@ def compare(pairs: list[Pair]) -> None:
         is_late = pair.is_late and not is_strict and pair.before.is_cuda
         groups.setdefault((pair.before.device, is_late, pair.slack), []).append(pair)
     for (device, is_late, pair_slack), group in groups.items():
-        with private.unseen(), torch.no_grad():
+        with private.unseen(), private.unrecorded():
             is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if is_captured or not (is_late or _may_wait(device)):
                 _assert_close(group)

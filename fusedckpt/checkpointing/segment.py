@@ -130,6 +130,9 @@ class Segment(Trace, CheckpointPhase):
         finally:
             self._arguments = {}
             self.enclosing = None
+            if self.samples is not None and not self.is_complete:
+                # their graph holds this segment
+                self.samples.clear()
         if not self.is_complete:
             raise RuntimeError(
                 "checkpoint: the forward's context of context_fn suppressed an exception: let its "

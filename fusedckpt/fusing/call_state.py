@@ -48,6 +48,9 @@ _MEMBERS = "_parameters", "_buffers", "_modules"
 # objects of these packages are no state of a model
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "fusedckpt"}
 
+# classes of the parts of most tuples among arguments
+_FLAT = ATOMS | {Tensor}
+
 # a container or the attributes of an object, and its contents at some time
 _Contents = tuple[Any, Any]
 _Versions = list[tuple[Tensor, int]]
@@ -85,10 +88,10 @@ class _NotedModule(NamedTuple):
 
 
 class CallState:
-    """The state of a module, and of the arguments of one call of it, before that call."""
+    """The state of modules, the first around the others, and of the arguments of its call."""
 
-    def __init__(self, module: nn.Module, args: Sequence[Any]):
-        self._module = module
+    def __init__(self, modules: Sequence[nn.Module], args: Sequence[Any]):
+        self._module = modules[0]
         self.modules: list[_NotedModule] = []
         # of objects, containers and classes
         self._contents: list[_Contents] = []
@@ -97,10 +100,17 @@ class CallState:
         # tensors in objects among the arguments; the checkpoint knows the others
         self._in_arguments: _Versions = []
         seen = set[int]()
-        inside = [x for x in args if not (type(x) in ATOMS or isinstance(x, Tensor))]
+        inside = []
+        for x in args:
+            if is_flat(x):
+                # most of those with objects inside, such as positions
+                tensors = [part for part in x if type(part) is Tensor]
+                self._in_arguments += zip(tensors, versions_of(*tensors), strict=True)
+            elif not (type(x) in ATOMS or isinstance(x, Tensor)):
+                inside.append(x)
         if inside:
             self._walk(inside, seen, self._in_arguments)
-        parameters, buffers, objects = self._note_modules()
+        parameters, buffers, objects = self._note_modules(modules)
         self._parameters = parameters
         # whether they require gradients
         self._flags = [p.requires_grad for p in parameters]
@@ -108,13 +118,15 @@ class CallState:
         self._walk(objects, seen, others)
         self._written = WrittenTensors(parameters, buffers, others)
 
-    def _note_modules(self) -> tuple[list[Tensor], list[Buffer], list[Any]]:
+    def _note_modules(
+        self, modules: Sequence[nn.Module]
+    ) -> tuple[list[Tensor], list[Buffer], list[Any]]:
         """Note the modules; return their tensors, and objects in their attributes and classes."""
         parameters = list[Tensor]()
         buffers = list[Buffer]()
         objects = list[Any]()
         classes = dict[type, None]()
-        for module in modules_in(self._module):
+        for module in modules:
             kind = type(module)
             if isinstance(module, ScriptModule):
                 # its members are in no dict, and code of Python replaces none
@@ -316,6 +328,11 @@ def _may_hold_state(kind: type) -> bool:
     if kind in PLAIN or issubclass(kind, (tuple, Tensor)) or rng.is_generator(kind):
         return True
     return kind not in ATOMS and _is_plain_class(kind)
+
+
+def is_flat(value: Any) -> bool:
+    """Whether an argument is a tuple of plain tensors and data, which no code changes."""
+    return type(value) is tuple and _FLAT.issuperset(map(type, value))
 
 
 def is_noted(value: Any) -> bool:

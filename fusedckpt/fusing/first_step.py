@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.call_state import is_noted
+from fusedckpt.fusing.call_state import is_noted, modules_in
 from fusedckpt.fusing.fuse_report import FuseReport, join_names
 from fusedckpt.fusing.match_mixers import recomputing_swap
 from fusedckpt.fusing.mixers_in_run import (
@@ -371,7 +371,7 @@ def _obstacle_of(module: nn.Module, args: Any, kwargs: Any) -> NotFused | None:
     container = next(filter(is_noted, kwargs.values()), None)
     if container is not None:
         return NotFused("cache", type(container).__name__)
-    return repeat_obstacle(module, (*args, *kwargs.values()))
+    return repeat_obstacle(modules_in(module), (*args, *kwargs.values()))
 
 
 class _StepObserver(RunObserver):

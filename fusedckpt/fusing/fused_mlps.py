@@ -13,6 +13,7 @@ from torch.nn import functional
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.blocks import compiled
 from fusedckpt.blocks.layer_function import run_layer
+from fusedckpt.fusing.call_state import modules_in
 from fusedckpt.fusing.mlp_reader import MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
@@ -87,7 +88,7 @@ def _mlp(module: Any, original: Callable[[Tensor], Any], x: Tensor) -> Tensor | 
         if not (runs_again and dispatch.are_plain(x) and level != "preact"):
             return operands
         if needs_gradient(module, (x,)):
-            return recomputed_call(module, original, x, (x,))
+            return recomputed_call(modules_in(module), original, x, (x,))
         return original(x)
     hidden = reader.rate(parts, match.hidden_rate) if match.hidden_rate else 0.0
     result = reader.rate(parts, match.result_rate) if match.result_rate else 0.0

@@ -30,7 +30,7 @@ from fusedckpt.checkpointing.attention import NAME, watching_functions
 from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
-from fusedckpt.fusing.call_state import CallState
+from fusedckpt.fusing.call_state import CallState, modules_in
 from fusedckpt.fusing.mixers_in_code import innermost
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.written_tensors import writes
@@ -280,7 +280,7 @@ class Before:
 
     def __init__(self, module: nn.Module, args: Sequence[Any]):
         self._module = module
-        self._state = CallState(module, args)
+        self._state = CallState(modules_in(module), args)
         self._random = rng.RandomStates(rng.everywhere())
 
     @contextmanager

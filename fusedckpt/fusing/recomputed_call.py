@@ -32,7 +32,7 @@ from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 class RepeatableForward:
     """A forward of a module, for one call with these arguments and its recomputes.
 
-    names: of the last arguments, which are passed by name.
+    modules: the module, and those inside. names: of the last arguments, which are passed by name.
     """
 
     # for the checkpoint, which puts other buffers back
@@ -40,17 +40,18 @@ class RepeatableForward:
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         forward: Callable[..., Any],
         args: Sequence[Any],
         names: tuple[str, ...] = (),
     ):
+        module = modules[0]
         # as a bound method has: the checkpoint looks for the module here
         self.__self__ = module
         self.name_in_errors = f"fuse: {type(module).__name__}"
         self._forward = forward
         self._names = names
-        self._state = CallState(module, args)
+        self._state = CallState(modules, args)
         self._context = contextvars.copy_context()
         self._is_first = True
 
@@ -88,7 +89,7 @@ class RepeatableForward:
 
 
 def recomputed_call(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     forward: Callable[..., Any],
     x: Tensor,
     args: Sequence[Any],
@@ -101,7 +102,7 @@ def recomputed_call(
     """Run a module's forward that saves its arguments, and is run again in backward.
 
     Args:
-        module: the module.
+        modules: the module, and those inside.
         forward: its forward.
         x: one of the arguments, whose recipe is saved in its place.
         args: the arguments.
@@ -112,7 +113,7 @@ def recomputed_call(
     """
     # torch.compile's own checkpoint keeps the tensors that the function reads
     is_compiled = torch.compiler.is_compiling()
-    fn = forward if is_compiled and not names else RepeatableForward(module, forward, args, names)
+    fn = forward if is_compiled and not names else RepeatableForward(modules, forward, args, names)
     options = Options(
         preserve_rng_state=draws_torch,
         preserve_python_rng=draws_python,
@@ -120,7 +121,7 @@ def recomputed_call(
         samples=True,
         reads_samples_late=True,
     )
-    store = module.__dict__.get(NOTES, NO_NOTES).store
+    store = modules[0].__dict__.get(NOTES, NO_NOTES).store
     return shared_layers.saving_recipe_of(x, store, run_checkpoint, options, fn, args, {})
 
 

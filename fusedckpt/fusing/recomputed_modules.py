@@ -23,7 +23,7 @@ from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, te
 from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
-from fusedckpt.fusing.call_state import is_noted, modules_in
+from fusedckpt.fusing.call_state import is_flat, is_noted, modules_in
 from fusedckpt.fusing.mlp_reader import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swapped import Swapped
@@ -78,9 +78,10 @@ class Recomputed(Swapped):
         if self._runs_as_ever(x):
             return forward(*args, **kwargs)
         values = *args, *kwargs.values()
-        if not needs_gradient(self, tensors_among(values)):
+        if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
             return forward(*args, **kwargs)
-        obstacle = repeat_obstacle(self, values)
+        modules = modules_in(self)
+        obstacle = repeat_obstacle(modules, values)
         little_gain: _LittleGain | None = self._fusedckpt.little_gain
         if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
             # a config takes long to tell its options
@@ -91,7 +92,7 @@ class Recomputed(Swapped):
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt.match is not None
         y = recomputed_call(
-            self,
+            modules,
             forward,
             x,
             values,
@@ -101,7 +102,7 @@ class Recomputed(Swapped):
             draws_python=not is_mlp,
         )
         if not is_mlp:
-            self._learn(x, y, kwargs)
+            self._learn(modules, x, y, kwargs)
         return y
 
     def _runs_as_ever(self, x: Any) -> bool:
@@ -119,7 +120,9 @@ class Recomputed(Swapped):
             return change
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
 
-    def _learn(self, x: Tensor, y: Any, kwargs: Mapping[str, Any]) -> None:
+    def _learn(
+        self, modules: Sequence[nn.Module], x: Tensor, y: Any, kwargs: Mapping[str, Any]
+    ) -> None:
         """Note that attention or a scan runs again; if it gains little, recompute no later calls.
 
         That is where attention is no region, and saves little itself.
@@ -143,7 +146,7 @@ class Recomputed(Swapped):
             elif not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of it saves nothing; hooks may gather weights for the call alone
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
-                parameters = [p for m in modules_in(self) for p in m._parameters.values()]
+                parameters = [p for m in modules for p in m._parameters.values()]
                 index.put(result, index.MODULE, source, *[p for p in parameters if p is not None])
             return
 
@@ -161,8 +164,12 @@ class Recomputed(Swapped):
         return NotFused("again", NAME) if is_large else NotFused("unseen")
 
 
-def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | None:
-    """Return why a call of a module with these arguments cannot be made twice, None if it can."""
+def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> NotFused | None:
+    """Return why a call with these arguments cannot be made twice, None if it can.
+
+    modules: the module that is called, and those inside.
+    """
+    module, *layers = modules
     if private.num_function_modes() and tracker.has_foreign_modes():
         # backward may run outside of the mode
         return NotFused("mode")
@@ -173,12 +180,14 @@ def repeat_obstacle(module: nn.Module, values: tuple[Any, ...]) -> NotFused | No
     if notes.writes:
         return NotFused("writes itself", notes.writes)
     for value in values:
-        for part in objects_in(value) if type(value) not in ATOMS else ():
+        if type(value) is Tensor or type(value) in ATOMS or is_flat(value):
+            # most
+            continue
+        for part in objects_in(value):
             is_known = isinstance(part, Tensor) or is_noted(part)
             if not is_known and type(part).__name__ not in _CONSTANT:
                 key = "module" if isinstance(part, nn.Module) else "cache"
                 return NotFused(key, type(part).__name__)
-    _, *layers = modules_in(module)
     if not (layers and dispatch.has_hooks(*layers)):
         return None
     named = {layer: name for name, layer in module.named_modules()}

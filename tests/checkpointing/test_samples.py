@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,21 @@ def test_a_changed_global_raises_at_the_end_of_backward(dtype):
     # and nothing is left for the next backward
     scale[0] = 1.0
     checkpoint(changing(model, scale), x, debug="samples").abs().sum().backward()
-    assert not any(samples._of_backwards.values())
+    assert not any(pairs() for pairs in samples._of_backwards.values())
+
+
+def test_a_call_that_raises_keeps_no_tensor():
+    seen = []
+
+    def fail(x):
+        y = x * x
+        seen.append(weakref.ref(y))
+        y.sin()
+        raise ValueError
+
+    with suppress(ValueError):
+        checkpoint(fail, randn(40, D), debug="samples")
+    assert [reference() for reference in seen] == [None]
 
 
 def test_other_indices_raise():

@@ -17,7 +17,7 @@ from support import DEVICE, calls
 from torch import nn
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.call_state import CallState
+from fusedckpt.fusing.call_state import CallState, modules_in
 
 D, T = 16, 6
 GENERATOR, VARIABLE = torch.Generator(), contextvars.ContextVar("scale", default=1.0)
@@ -453,7 +453,7 @@ def test_noting_a_call_and_its_state_takes_few_calls():
     states = []
 
     def note():
-        states.append(CallState(module, args))
+        states.append(CallState(modules_in(module), args))
         states[-1].end()
 
     def bring_back():
