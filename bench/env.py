@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import re
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 import fusedckpt
+from fusedckpt.reporting.versions import checkout_commit as commit
 
 ROOT = Path(__file__).resolve().parents[1]
 # libraries that `run` measures, by the names they are installed under
@@ -48,15 +48,6 @@ def _said(*command: str) -> str | None:
         text = subprocess.check_output(command, cwd=ROOT, text=True, stderr=subprocess.DEVNULL)
         return text.partition("\n")[0].strip() or None
     return None
-
-
-def commit() -> str | None:
-    """The checkout's commit, marked `-dirty` with changes in it.
-
-    FUSEDCKPT_COMMIT names that of a copy without git; without either there is None.
-    """
-    described = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
-    return os.environ.get("FUSEDCKPT_COMMIT") or _said(*described)
 
 
 def device_name(device: torch.device) -> str:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shlex
 import sys
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -27,8 +25,9 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt.planning.max_size import HEADROOM, WAYS
-from fusedckpt.reporting.factory import MadeModel, made_on_meta
+from fusedckpt.reporting.factory import MadeModel, made_by_factory
 from fusedckpt.reporting.memory_text import compared
+from fusedckpt.reporting.versions import checkout_commit, installed_versions
 
 _DTYPES_BY_NAME = {
     "float32": torch.float32,
@@ -83,7 +82,7 @@ def _estimate(arguments: list[str]) -> int:
     _print_versions()
     sizes = options.batch, options.seq, _DTYPES_BY_NAME.get(options.dtype)
     try:
-        made = made_on_meta("estimate", factory, *sizes, optimizer=options.optimizer)
+        made = made_by_factory("estimate", factory, *sizes, optimizer=options.optimizer)
         _print_estimates(made)
     except (TypeError, ValueError) as error:
         parser.error(f"{options.factory}: {error}")
@@ -104,6 +103,8 @@ def _fits(arguments: list[str]) -> int:
     parser.add_argument("--ways", help=f"some of: {'; '.join(WAYS)}; separated by semicolons")
     parser.add_argument("--slack", type=float, default=HEADROOM, help="share of a card to leave")
     parser.add_argument("--accumulate", action="store_true", help="gradients exist before the step")
+    measure = "measure steps on a device, cpu or cuda, from the estimates down"
+    parser.add_argument("--measure", metavar="DEVICE", help=measure)
     parser.add_argument("--plot", metavar="FILE", help="draw it, as .png or .svg")
     parser.add_argument("--json", metavar="FILE", help="append the record as a line")
     options = parser.parse_args(arguments)
@@ -122,6 +123,7 @@ def _fits(arguments: list[str]) -> int:
             accumulate=options.accumulate,
             ways=tuple(WAYS) if options.ways is None else _split(options.ways),
             slack=options.slack,
+            measure=options.measure,
         )
     except (TypeError, ValueError) as error:
         parser.error(f"{options.factory}: {error}")
@@ -129,7 +131,13 @@ def _fits(arguments: list[str]) -> int:
     if options.plot:
         sizes.plot(options.plot)
     if options.json:
-        line = {"command": "fits", "line": shlex.join(arguments), **sizes.to_dict()}
+        facts = {
+            "fusedckpt": fusedckpt.__version__,
+            "commit": checkout_commit(),
+            "torch_commit": torch.version.git_version,
+            **installed_versions(),
+        }
+        line = {"command": "fits", "line": shlex.join(arguments), **facts, **sizes.to_dict()}
         with Path(options.json).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     return 0
@@ -163,17 +171,11 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 def _print_versions() -> None:
-    print(f"fusedckpt {fusedckpt.__version__}, Python {platform.python_version()}, {_packages()}")
-
-
-def _packages() -> str:
-    versions = [f"torch {torch.__version__}"]
-    for name in ("triton", "transformers"):
-        try:
-            versions.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            versions.append(f"no {name}")
-    return ", ".join(versions)
+    versions = installed_versions()
+    python = versions.pop("python")
+    versions |= {name: "none" for name in ("triton", "transformers") if name not in versions}
+    packages = (f"{name} {version}" for name, version in versions.items())
+    print(f"fusedckpt {fusedckpt.__version__}, Python {python}, {', '.join(packages)}")
 
 
 def _paths(device: str) -> list[str]:

@@ -5,6 +5,9 @@ inputs, of degree two where attention saves its scores. So a few estimates, and 
 the points nearest to the card, tell where the peak meets it; an estimate there verifies it, or is
 the next point. One step more takes as many bytes as the steps before it did on average: where that
 exceeds the card, no estimate is made for it, as an estimate of a large model takes seconds.
+
+Measured steps are searched in the same way, from the largest size that fits by its estimate down:
+an estimate is a lower bound, so no larger size fits, and no step takes much more than the card.
 """
 
 from __future__ import annotations
@@ -26,10 +29,11 @@ from fusedckpt.checkpointing.wrapper import checkpoint_module
 from fusedckpt.fusing.fuser import fuse
 from fusedckpt.planning.budget import bytes_of
 from fusedckpt.planning.repeated_blocks import RepeatedBlocks
-from fusedckpt.reporting.factory import MadeModel, made_on_meta
+from fusedckpt.reporting.factory import MadeModel, made_by_factory
 from fusedckpt.reporting.figure import BLUE, FAINT, INK, panel
 from fusedckpt.reporting.tables import size as size_text
 from fusedckpt.reporting.tables import table
+from fusedckpt.reporting.without_memory import META
 
 # the share of a card that a step may not use, by default: the CUDA context and the allocator's
 # cache take it
@@ -76,10 +80,17 @@ class MaxSizes:
     largest: tuple[MaxSize, ...]
     # ways that the model does not take, and why
     left: Mapping[str, str]
+    # the device on which steps were measured, "" where all peaks are estimates
+    measured_on: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as numbers, strings, lists and dicts."""
         return asdict(self) | {"largest": [asdict(x) for x in self.largest]}
+
+    @property
+    def how(self) -> str:
+        """Return how the sizes were found."""
+        return "measured" if self.measured_on else "estimated"
 
     def size_of(self, way: str, card_bytes: int) -> int:
         """Return the largest size of a way on a card."""
@@ -91,13 +102,17 @@ class MaxSizes:
         rows = [(way, *(f"{self.size_of(way, card):,}" for card in cards)) for way in ways]
         rows += [(way, *("-" for _ in cards)) for way in self.left]
         optimizer = f", {self.optimizer}" if self.optimizer else ""
+        if self.measured_on:
+            proof = f"context; each size that is named was measured by a step on {self.measured_on}"
+        else:
+            proof = "context and memory within kernels; nothing was allocated, and no GPU was used"
         lines = [
             f"Largest {_NOUNS[self.grows]} of a training step of {self.model}{optimizer}: "
-            f"estimated, a multiple of {self.step:,}",
+            f"{self.how}, a multiple of {self.step:,}",
             f"at size {self.step:,}: {self.inputs}",
             table(("", *map(size_text, cards)), rows, numbers=range(1, len(cards) + 1)),
             f"each with {self.slack:.0%} of the card left for the allocator's cache, the CUDA",
-            "context and memory within kernels; nothing was allocated, and no GPU was used",
+            proof,
         ]
         return "\n".join([*lines, *(f"{way}: {why}" for way, why in self.left.items())])
 
@@ -175,6 +190,7 @@ def find_max_size(
     ways: Sequence[str] = tuple(WAYS),
     slack: float = HEADROOM,
     device: str = "cuda",
+    measure: str | None = None,
 ) -> MaxSizes:
     """Return the largest inputs of which a training step fits each card, in several ways.
 
@@ -206,42 +222,59 @@ def find_max_size(
         ways: some of the names above.
         slack: the share of a card that stays free, 0.0 to below 1.0.
         device: the kind of device of the cards, as optimizers ask for it.
+        measure: a device, "cpu" or "cuda": steps are taken there, as `report` takes them, from the
+            largest size that fits by its estimate down, until one fits as measured. Memory that ops
+            allocate inside counts then. The factory is called with this default device, too.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the model's forward cannot run without
-            numbers, see `estimate`.
+        TypeError, ValueError: an argument is wrong, a card is larger than the device that measures,
+            or the model's forward cannot run without numbers, see `estimate`.
     """
     limits = [bytes_of(_NAME, card, torch.device("cpu")) for card in cards]
     _check(factory, limits, grows, step, ways, slack)
     sizes = {"batch": batch, "seq": seq}
+    measuring = None if measure is None else _measuring_device(measure, limits)
 
-    def make(size: int) -> MadeModel:
+    def make(size: int, on: torch.device = META) -> MadeModel:
         grown = sizes if grows == "factory" else sizes | {grows: size}
         calls = functools.partial(factory, size) if grows == "factory" else factory
-        return made_on_meta(_NAME, calls, **grown, dtype=dtype, optimizer=optimizer)
+        return made_by_factory(_NAME, calls, **grown, dtype=dtype, optimizer=optimizer, device=on)
+
+    def peaks_of(way: str, on: torch.device = META) -> Peaks:
+        trained = make(step, on)
+        WAYS[way](trained.model)
+
+        def peak(size: int) -> int:
+            if grows != "factory":
+                grown = sizes | {grows: size}
+                made = trained.resized(grown["batch"], grown["seq"])
+            elif size != step:
+                made = make(size, on)
+                WAYS[way](made.model)
+            else:
+                made = trained
+            if on == META:
+                return made.estimated(torch.device(device), accumulate=accumulate).peak_bytes
+            return _measured_peak(made, accumulate)
+
+        return Peaks(peak, step)
 
     first = make(step)
     largest: list[MaxSize] = []
     left: dict[str, str] = {}
     for way in ways:
-        trained = make(step)
         try:
-            WAYS[way](trained.model)
+            peaks = peaks_of(way)
         except NotApplicable as reason:
             left[way] = str(reason)
             continue
-
-        def peak(size: int, way: str = way, trained: MadeModel = trained) -> int:
-            if grows != "factory":
-                grown = sizes | {grows: size}
-                made = trained.resized(grown["batch"], grown["seq"])
-            else:
-                made = make(size)
-                WAYS[way](made.model)
-            return made.estimated(torch.device(device), accumulate=accumulate).peak_bytes
-
-        peaks = Peaks(peak, step)
-        largest += [_largest(peaks, way, card, slack) for card in limits]
+        estimates = [_largest(peaks, way, card, slack) for card in limits]
+        if measuring is None:
+            largest += estimates
+            continue
+        peaks = peaks_of(way, measuring)
+        for estimate in estimates:
+            largest.append(_largest(peaks, way, estimate.card_bytes, slack, estimate))
     return MaxSizes(
         model=type(first.model).__name__,
         inputs=first.inputs,
@@ -251,7 +284,32 @@ def find_max_size(
         optimizer=optimizer or "",
         largest=tuple(largest),
         left=left,
+        measured_on="" if measuring is None else str(measuring),
     )
+
+
+def _measuring_device(name: str, limits: Sequence[int]) -> torch.device:
+    """Return the device that measures, which must have the memory of every card."""
+    device = torch.device(name)
+    if device.type == "meta":
+        raise ValueError(f"{_NAME}: measure must be a device with memory, got {name!r}")
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        if max(limits) > total:
+            raise ValueError(
+                f"{_NAME}: a card of {size_text(max(limits))} cannot be measured on {name}, which "
+                f"has {size_text(total)}"
+            )
+    return device
+
+
+def _measured_peak(made: MadeModel, accumulate: bool) -> int:
+    """Return the peak of a step, or the bytes of the device where that has too few."""
+    try:
+        return made.measured(accumulate).peak_bytes
+    except torch.OutOfMemoryError:
+        device = next(made.model.parameters()).device
+        return torch.cuda.get_device_properties(device).total_memory
 
 
 def _check(
@@ -285,26 +343,33 @@ def _check(
 
 
 class Peaks:
-    """Estimated peaks by the number of steps of the size, each estimated once."""
+    """Peaks by the number of steps of the size, each estimated or measured once."""
 
-    def __init__(self, estimate: Callable[[int], int], step: int):
+    def __init__(self, peak: Callable[[int], int], step: int):
         self.step = step
-        self._estimate = estimate
+        self._peak = peak
         self.known: dict[int, int] = {}
 
     def __call__(self, count: int) -> int:
         """Return the peak at so many steps."""
         if count not in self.known:
-            self.known[count] = self._estimate(count * self.step)
+            self.known[count] = self._peak(count * self.step)
         return self.known[count]
 
 
-def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
-    """Return the largest size with a peak that fits a card."""
+def _largest(
+    peaks: Peaks, way: str, card: int, slack: float, estimate: MaxSize | None = None
+) -> MaxSize:
+    """Return the largest size with a peak that fits a card; none above an estimate's fits."""
+    if estimate is not None and not estimate.size:
+        return estimate
     limit = int(card * (1.0 - slack))
     most = max(1, _MOST_ITEMS // peaks.step)
     low = 0
     high = most + 1
+    if estimate is not None:
+        peaks(estimate.size // peaks.step)
+        high = estimate.size // peaks.step + 1
     for count, peak in sorted(peaks.known.items()):
         if peak <= limit:
             low = max(low, count)
@@ -321,8 +386,16 @@ def _largest(peaks: Peaks, way: str, card: int, slack: float) -> MaxSize:
         card_bytes=card,
         size=low * peaks.step,
         peak_bytes=peaks(low) if low else None,
-        next_peak_bytes=_next_peak(peaks.known, low) if low < most else None,
+        next_peak_bytes=_peak_above(peaks.known, low, limit, estimate) if low < most else None,
     )
+
+
+def _peak_above(
+    known: Mapping[int, int], count: int, limit: int, estimate: MaxSize | None
+) -> int | None:
+    """Return the peak at one step more: the estimate's, where none was measured there."""
+    peak = _next_peak(known, count)
+    return peak if estimate is None or peak > limit else estimate.next_peak_bytes
 
 
 def _next_peak(known: Mapping[int, int], count: int) -> int:
@@ -385,6 +458,6 @@ def draw_sizes(sizes: MaxSizes, path: str | Path) -> None:
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_xscale("symlog", linthresh=max(1, sizes.step))
-        axes.set_xlabel(f"{_NOUNS[sizes.grows]} estimated", color=FAINT)
+        axes.set_xlabel(f"{_NOUNS[sizes.grows]} {sizes.how}", color=FAINT)
         axes.set_title(f"Largest training step of {sizes.model} by card", color=INK)
         axes.legend(frameon=False, loc="lower right")

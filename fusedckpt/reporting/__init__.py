@@ -10,7 +10,8 @@
 
     meta_step           moves model, optimizer and inputs to the meta device meanwhile
     without_memory      ops there -> live bytes at every moment, by phase and module
-    factory             a model that a command's factory makes there
+    factory             a model that a command's factory makes there, or on a device
+    versions            of which a record of a command was made
 
 `report_on_oom` reads the allocator's history of a step that failed (out_of_memory).
 """

@@ -1,10 +1,10 @@
-"""A factory's model and inputs on the meta device, at the sizes that are asked for."""
+"""A factory's model and inputs, on the meta device or another, at the sizes that are asked for."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,30 +15,31 @@ from torch.optim import Optimizer
 from fusedckpt.autograd import arguments, private_memory
 from fusedckpt.autograd.accumulation import gradient_dtype
 from fusedckpt.autograd.private import pytree
-from fusedckpt.reporting.memory_report import MemoryReport
+from fusedckpt.reporting.memory_report import MemoryReport, ProfiledRun, memory_of
 from fusedckpt.reporting.meta_step import estimated
 from fusedckpt.reporting.step import Step, default_loss, optimizers_of
+from fusedckpt.reporting.trial import trial
 from fusedckpt.reporting.without_memory import META, MetaRun, on_meta
 
 
 @dataclass(frozen=True)
 class MadeModel:
-    """A model without memory, and a training step of it."""
+    """A model, and a training step of it."""
 
-    # the model, on the meta device
+    # the model, on the meta device where it is estimated
     model: nn.Module
     # dtypes and shapes of the inputs
     inputs: str
     # a training step of the model
     step: Step
-    # has the values of integers that the factory made
-    run: MetaRun
+    # where the factory ran: on meta it has the values of integers that were made
+    place: MetaRun | torch.device
     # returns args and kwargs of other sizes, batch and seq
     resize: Callable[[int | None, int | None], tuple[Any, Any]]
 
     def resized(self, batch: int | None, seq: int | None) -> MadeModel:
         """Return the same model with inputs of other sizes."""
-        with on_meta(self.run):
+        with _made_in(self.place):
             args, kwargs = self.resize(batch, seq)
         step = self.step._replace(args=args, kwargs=kwargs)
         return replace(self, step=step, inputs=_described((args, kwargs)))
@@ -50,31 +51,42 @@ class MadeModel:
 
         device: the kind that it would run on. accumulate: whether gradients exist when it begins.
         """
-        step = self.step
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        with (
-            on_meta(self.run),
-            self.run.reading_numbers(),
-            private_memory.optimizers_of_a(device or META),
-        ):
+        run = self.place
+        assert isinstance(run, MetaRun)
+        with on_meta(run), run.reading_numbers(), private_memory.optimizers_of_a(device or META):
             # once, or each estimate would take two steps
-            step.make_state(trained)
+            self.step.make_state(self._trained())
         self.model.zero_grad()
-        if accumulate:
-            gradients = {p: torch.empty_like(p, dtype=gradient_dtype(p)) for p in trained}
-            step = step._replace(gradients=gradients)
-        return estimated(step, self.run, device)
+        return estimated(self._begun(accumulate), run, device)
+
+    def measured(self, accumulate: bool = False) -> MemoryReport:
+        """Return the report of a step that is taken, on the model's device."""
+        step = self._begun(accumulate)
+        with trial(self.model, step.optimizers, (step.args, step.kwargs)), torch.enable_grad():
+            return memory_of(step, ProfiledRun(self.model), str(step.device))
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def _begun(self, accumulate: bool) -> Step:
+        """Return the step, with gradients that exist when it begins."""
+        if not accumulate:
+            return self.step
+        like = torch.empty_like if isinstance(self.place, MetaRun) else torch.zeros_like
+        gradients = {p: like(p, dtype=gradient_dtype(p)) for p in self._trained()}
+        return self.step._replace(gradients=gradients)
 
 
-def made_on_meta(
+def made_by_factory(
     caller: str,
     factory: Callable[[], Any],
     batch: int | None = None,
     seq: int | None = None,
     dtype: torch.dtype | None = None,
     optimizer: str | None = "AdamW",
+    device: torch.device = META,
 ) -> MadeModel:
-    """Call a factory with the meta device as default, so that its model has no memory.
+    """Call a factory with a default device: with meta its model has no memory.
 
     Args:
         caller: the name of the caller in errors.
@@ -86,9 +98,10 @@ def made_on_meta(
         seq: tokens of a sequence; of given inputs the second dimension likewise.
         dtype: default dtype while the factory runs.
         optimizer: a class of torch.optim, with its default options; None for none.
+        device: another default device, on which a step can be measured.
 
     Raises:
-        TypeError, ValueError: an argument is wrong, or the model is not on the meta device.
+        TypeError, ValueError: an argument is wrong, or the model is not on the device.
     """
     for key, number in (("batch", batch), ("seq", seq)):
         if number is not None:
@@ -96,19 +109,23 @@ def made_on_meta(
     if dtype is not None:
         arguments.dtype(caller, dtype)
     kind = optimizer_class(caller, optimizer)
-    run = MetaRun()
-    with on_meta(run), _default_dtype(dtype):
+    place = MetaRun() if device == META else device
+    with _made_in(place), _default_dtype(dtype):
         model, args, kwargs = _parts(caller, factory())
-        _check_meta(caller, model)
+        _check_device(caller, model, device)
 
         def resize(batch: int | None, seq: int | None) -> tuple[Any, Any]:
             if args or kwargs:
-                return _resized((args, kwargs), batch, seq)
+                return _resized((args, kwargs), batch, seq, device)
             return (), _tokens(caller, model, batch, seq)
 
         inputs = resize(batch, seq)
     step = _step(caller, model.train(), *inputs, kind)
-    return MadeModel(model, _described(inputs), step, run, resize)
+    return MadeModel(model, _described(inputs), step, place, resize)
+
+
+def _made_in(place: MetaRun | torch.device) -> AbstractContextManager[Any]:
+    return on_meta(place) if isinstance(place, MetaRun) else place
 
 
 def optimizer_class(caller: str, name: str | None) -> type[Optimizer] | None:
@@ -159,13 +176,14 @@ def _parts(caller: str, made: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str
     return model, tuple(args), dict(kwargs)
 
 
-def _check_meta(caller: str, model: nn.Module) -> None:
+def _check_device(caller: str, model: nn.Module, device: torch.device) -> None:
     tensors = [*model.named_parameters(), *model.named_buffers()]
     for name, tensor in tensors:
-        if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
+        if isinstance(tensor, nn.Parameter) and tensor.device.type != device.type:
             raise ValueError(
-                f"{caller}: expected parameters on the meta device, {name} is on {tensor.device}: "
-                "let the factory make the model of a config, without a device or saved weights"
+                f"{caller}: expected parameters on the {device.type} device, {name} is on "
+                f"{tensor.device}: let the factory make the model of a config, without a device or "
+                "saved weights"
             )
     if not any(tensor.requires_grad for _, tensor in tensors):
         raise ValueError(
@@ -192,8 +210,8 @@ def _tokens(caller: str, model: nn.Module, batch: int | None, seq: int | None) -
     return {"input_ids": ids, "labels": ids}
 
 
-def _resized(inputs: Any, batch: int | None, seq: int | None) -> Any:
-    """Return inputs on the meta device, of the sizes that are asked for."""
+def _resized(inputs: Any, batch: int | None, seq: int | None, device: torch.device) -> Any:
+    """Return inputs on a device, of the sizes that are asked for."""
     first = next((x for x in pytree.tree_leaves(inputs) if isinstance(x, Tensor)), None)
     lengths = () if first is None else first.shape[:2]
 
@@ -204,7 +222,7 @@ def _resized(inputs: Any, batch: int | None, seq: int | None) -> Any:
         for axis, (length, wanted) in enumerate(zip(lengths, (batch, seq), strict=False)):
             if wanted is not None and axis < len(shape) and shape[axis] == length:
                 shape[axis] = wanted
-        return x.new_zeros(shape, device=META).requires_grad_(x.requires_grad)
+        return x.new_zeros(shape, device=device).requires_grad_(x.requires_grad)
 
     return pytree.tree_map(resized, inputs)
 

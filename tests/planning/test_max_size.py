@@ -1,5 +1,8 @@
 """The largest inputs that fit a card: by estimates, and right against a measured step."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +10,8 @@ from torch import nn
 import fusedckpt
 from fusedckpt.__main__ import main
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.planning.max_size import WAYS, MaxSizes, Peaks, _largest
+from fusedckpt.planning.max_size import WAYS, MaxSizes, Peaks, _largest, _measured_peak
+from fusedckpt.reporting.versions import checkout_commit
 
 MIB = 2**20
 SLACK = 0.05
@@ -129,6 +133,68 @@ def test_gradients_that_exist_take_their_bytes():
     assert (alone.size - accumulated.size) * per_sample <= parameters + 64 * per_sample
 
 
+def scratch(x):
+    """Return x, by an op that allocates three tensors more, which an estimate does not see."""
+    return Scratch.apply(x)
+
+
+class Scratch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        if not x.is_meta:
+            x.repeat(8, 1)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+class Unseen(nn.Sequential):
+    def forward(self, x):
+        return super().forward(scratch(super().forward(x)))
+
+
+def unseen(size):
+    return Unseen(nn.Linear(64, 64), nn.GELU()), torch.randn(size, 64)
+
+
+@pytest.mark.parametrize(
+    ("factory", "options"),
+    [(mlp, {}), (unseen, {}), (llama, TOKENS | {"accumulate": True, "ways": ["fuse, head"]})],
+    ids=["mlp", "unseen", "llama"],
+)
+def test_measured_steps_fit_and_no_larger_one(factory, options):
+    options = {"step": 64, "device": "cpu", "ways": ["fuse"]} | options
+    for_cards = [4 * MIB, 6 * MIB]
+    estimates = fusedckpt.find_max_size(factory, for_cards, **options)
+    sizes = fusedckpt.find_max_size(factory, for_cards, measure="cpu", **options)
+    assert (estimates.measured_on, sizes.measured_on) == ("", "cpu")
+    for estimate, answer in zip(estimates.largest, sizes.largest, strict=True):
+        limit = 0.9 * answer.card_bytes
+        assert answer.peak_bytes <= limit < answer.next_peak_bytes
+        assert answer.size < estimate.size if factory is unseen else answer.size <= estimate.size
+    assert "measured by a step on cpu" in str(sizes)
+
+
+def test_no_card_is_larger_than_the_gpu_that_measures(monkeypatch):
+    properties = SimpleNamespace(total_memory=MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    with pytest.raises(ValueError, match=r"a card of 2.0 MiB cannot be measured on cuda"):
+        fusedckpt.find_max_size(mlp, [2 * MIB], measure="cuda")
+
+
+def test_a_step_without_memory_does_not_fit(monkeypatch):
+    properties = SimpleNamespace(total_memory=2 * MIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+
+    def out_of_memory(accumulate):
+        raise torch.OutOfMemoryError
+
+    made = SimpleNamespace(measured=out_of_memory, model=nn.Linear(2, 2))
+    assert _measured_peak(made, False) == 2 * MIB
+
+
 def test_the_command_prints_draws_and_records(tmp_path, capsys):
     record, figure = tmp_path / "sizes.jsonl", tmp_path / "sizes.svg"
     options = ["--step", "64", "--cards", "0.02", "--ways", "eager; fuse, head; fuse"]
@@ -139,7 +205,11 @@ def test_the_command_prints_draws_and_records(tmp_path, capsys):
     assert "Largest size of a training step of Sequential, AdamW: estimated" in printed
     assert "no GPU was used" in printed
     assert "fuse, head: head: the model is no causal language model" in printed
-    assert '"command": "fits"' in record.read_text()
+    line = json.loads(record.read_text())
+    assert line["command"] == "fits"
+    assert (line["torch"], line["fusedckpt"]) == (torch.__version__, fusedckpt.__version__)
+    assert line["torch_commit"] == torch.version.git_version
+    assert line["commit"] == checkout_commit()
     assert figure.read_text().startswith("<?xml")
 
 
@@ -154,6 +224,7 @@ def test_the_command_prints_draws_and_records(tmp_path, capsys):
         ({"cards": ["much"]}, "find_max_size: a budget is bytes"),
         ({"optimizer": "Adams"}, "optimizer must be a class of torch.optim, got 'Adams'"),
         ({"factory": lambda: mlp(2)}, "the factory takes no size"),
+        ({"measure": "meta"}, "measure must be a device with memory, got 'meta'"),
     ],
 )
 def test_errors(options, message):

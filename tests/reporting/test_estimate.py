@@ -15,7 +15,7 @@ from fusedckpt.__main__ import main
 from fusedckpt.autograd import private_memory
 from fusedckpt.autograd.dispatch import forced_path
 from fusedckpt.kernels import routed, runtime
-from fusedckpt.reporting.factory import made_on_meta
+from fusedckpt.reporting.factory import made_by_factory
 from fusedckpt.reporting.without_memory import MetaRun, on_meta
 
 BATCH, SEQ, DIM = 2, 24, 16
@@ -99,7 +99,7 @@ def default_dtype(dtype):
 
 
 def made(factory, *sizes, **options):
-    return made_on_meta("estimate", factory, *sizes, **options)
+    return made_by_factory("estimate", factory, *sizes, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
