@@ -32,8 +32,12 @@ FEW = 6
 
 
 def draw_all(cases: Sequence[Rows], out: Path, stem: str) -> None:
-    """Draw the figures of a file's cases, those that were timed, and print their names."""
+    """Draw the figures of a file's cases, of timed or estimated rows, and print their names."""
     out.mkdir(parents=True, exist_ok=True)
+    if cases[0][0]["command"] == "contexts":
+        draw_contexts(cases, out / f"{stem}.png")
+        print(f"drew {stem}.png in {out}")
+        return
     timed = [[row for row in rows if is_timed(row)] for rows in cases]
     timed = [rows for rows in timed if rows]
     runs = [rows for rows in timed if rows[0]["command"] == "run"]
@@ -43,6 +47,35 @@ def draw_all(cases: Sequence[Rows], out: Path, stem: str) -> None:
         names.append(f"{stem}.png")
     for name in names:
         print(f"drew {name} in {out}")
+
+
+def draw_contexts(cases: Sequence[Rows], path: Path) -> None:
+    """Draw the largest inputs of each model that fits a card, a panel a card, a bar a way."""
+    shown = [[row for row in rows if row["largest"][-1]["size"]] for rows in cases]
+    shown = [rows for rows in shown if rows]
+
+    def draw(figure: Figure) -> None:
+        heights = [2 + len(rows) for rows in shown]
+        parts = figure.subfigures(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, rows in zip(parts, shown, strict=True):
+            sizes = [[card["size"] for card in row["largest"]] for row in rows]
+            panels = [
+                Panel(
+                    f"{card['card_bytes'] >> 30} GiB",
+                    [column],
+                    [f"{x:,}" if x else "-" for x in column],
+                )
+                for card, column in zip(rows[0]["largest"], zip(*sizes, strict=True), strict=True)
+            ]
+            lying(part, [row["name"] for row in rows], panels)
+            part.suptitle(rows[0]["title"], x=0.01, ha="left", fontsize=10)
+
+    height = 0.3 * sum(2 + len(rows) for rows in shown)
+    # of several runs
+    ways = [[row] for rows in shown for row in rows]
+    head = "Most tokens of a training step, estimated"
+    note = "a tenth of the card left free; no GPU was used"
+    figures.save(path, height, head, [note, *sources(ways)], draw)
 
 
 def _draw_runs(cases: Sequence[Rows], out: Path) -> list[str]:

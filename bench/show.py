@@ -73,9 +73,14 @@ def prepare(chosen: Namespace) -> Namespace:
             first, second = chosen.files
             text = "have no case in common on the same device"
             raise ValueError(f"{first} and {second} {text}")
-    if chosen.plot and not any(is_timed(row) for rows in chosen.cases[0] for row in rows):
+    if chosen.plot and not any(is_drawn(row) for rows in chosen.cases[0] for row in rows):
         raise ValueError(f"{chosen.files[0]}: no row has times to draw")
     return chosen
+
+
+def is_drawn(row: Row) -> bool:
+    """Whether a figure shows a row."""
+    return is_timed(row) or row["command"] == "contexts"
 
 
 def run(chosen: Namespace) -> int:

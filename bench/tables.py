@@ -69,4 +69,4 @@ def sources(cases: Sequence[Rows]) -> list[str]:
         names.setdefault(source(rows), []).append(rows[0]["case"])
     if len(names) == 1:
         return list(names)
-    return [f"{', '.join(cases)}: {where}" for where, cases in names.items()]
+    return [f"{', '.join(dict.fromkeys(cases))}: {where}" for where, cases in names.items()]

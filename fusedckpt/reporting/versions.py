@@ -14,13 +14,13 @@ import torch
 
 _ROOT = Path(__file__).parents[2]
 # installed or not; a version of torch says which build it is
-_PACKAGES = ("triton", "transformers")
+_BESIDE_TORCH = ("triton", "transformers")
 
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, torch, and of what is installed of triton and transformers."""
     by_package = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    for package in _PACKAGES:
+    for package in _BESIDE_TORCH:
         with suppress(metadata.PackageNotFoundError):
             by_package[package] = metadata.version(package)
     return by_package

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -31,6 +32,9 @@ def test_a_row_for_each_way_that_a_model_takes(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"{fused['largest'][2]['size']:,}" in printed
     assert "estimated" in printed
+    pytest.importorskip("matplotlib", reason="needs the bench extra")
+    assert main(["show", str(tmp_path / "contexts.jsonl"), "--plot"]) == 0
+    assert (tmp_path / "contexts.png").stat().st_size > 10_000
 
 
 def test_weights_of_4_bits_are_dense_in_a_gemm_alone():
