@@ -14,6 +14,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -367,6 +368,7 @@ def options(add: Options) -> None:
     add.add_argument("--card", help="the card", choices=CARDS, default=None)
     add.add_argument("--case", help="one operation", choices=OPERATIONS, default=None)
     add.flag("errors", "print published rows beside the model instead; nothing is compiled")
+    add.flag("gemm", "print tiles of GEMMs instead, and the sizes at which a fused one could pay")
     add.flag("measure", "also time the operations on this GPU, and print both times")
     add.one("device", "the GPU to measure", add.device)
     add.one("out", f"with --measure, a folder for {FILE}", type=Path, metavar="DIR")
@@ -396,6 +398,9 @@ def run(chosen: Namespace) -> int:
         if chosen.errors:
             rows = [row for row in published() if row.arch == card.arch]
             show(f"{card.name}: published rows beside the model", ERRORS, rows, [note], words=3)
+            continue
+        if chosen.gemm:
+            import_module("bench.gemms").show_gemms(card)
             continue
         names = [chosen.case] if chosen.case else list(OPERATIONS)
         rows = predictions(card, names)
