@@ -443,6 +443,8 @@ compiled_call: Callable[[nn.Module], Any] = _none
 if _probe("_compiled_call_impl", True, nn.Module) is None:
     compiled_call = attrgetter("_compiled_call_impl")
 COMPILED_CHILD = "_orig_mod"
+# of `torch.ops.torch_attn`, which torch.nn.attention.varlen calls
+VARLEN_ATTENTION = "_varlen_attn"
 
 
 def function_of(node: Any) -> Any:

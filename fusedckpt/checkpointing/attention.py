@@ -159,8 +159,8 @@ def _attention() -> Iterator[_Place]:
     if "torch.nn.attention.varlen" in sys.modules:
         # the op that varlen_attn calls, for the same reason
         ops = torch.ops.torch_attn
-        if (op := getattr(ops, "_varlen_attn", None)) is not None:
-            yield _Place(vars(ops), "_varlen_attn", op, _as_region(op, NAME))
+        if (op := getattr(ops, private.VARLEN_ATTENTION, None)) is not None:
+            yield _Place(vars(ops), private.VARLEN_ATTENTION, op, _as_region(op, NAME))
 
 
 def _interface() -> tuple[MutableMapping[str, Any], dict[str, Any] | None]:
