@@ -90,7 +90,7 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
     norm = fusedckpt.RMSNorm(D)
     mlp = swapped(Gated())
     classes = randn(HIDDEN, D)
-    target = torch.arange(8).view(2, 4)
+    target = torch.arange(18).view(2, 9)
     return {
         "functional.rms_norm": lambda x: functional.rms_norm(x, (D,), norm.weight),
         "RMSNorm": norm,
@@ -160,15 +160,28 @@ def without_models(monkeypatch):
             monkeypatch.delitem(sys.modules, name)
 
 
+# of at most half as many tokens as features: weights have gradients one after the other
+FEW_TOKENS = {"MLP": (26, 31), "GatedMLP": (30, 37)}
+
+
 @pytest.mark.parametrize("name", layers())
 def test_calls_of_a_warm_call(name):
+    assert_calls(name, 18, CALLS[name])
+
+
+@pytest.mark.parametrize("name", FEW_TOKENS)
+def test_calls_with_few_tokens(name):
+    assert_calls(name, D // 2, FEW_TOKENS[name])
+
+
+def assert_calls(name: str, num_tokens: int, calls: tuple[int, int]) -> None:
     with forced_path("aten"), torch.autograd.set_multithreading_enabled(False):
         layer = layers()[name]
-        x = randn(2, 4, D).requires_grad_()
+        x = randn(2, num_tokens // 2, D).requires_grad_()
         for _ in range(4):
             layer(x * 1).sum().backward()
         inner = x * 1
         y, forward = counted(lambda: layer(inner))
         dy = torch.ones_like(y)
         _, backward = counted(lambda: y.backward(dy))
-    assert (forward, backward) == CALLS.get(name), f'"{name}": ({forward}, {backward}),'
+    assert (forward, backward) == calls, f'"{name}": ({forward}, {backward}),'

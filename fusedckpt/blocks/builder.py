@@ -154,11 +154,19 @@ class Builder:
             adapters.append((*numbers, constants, layout.dtype))
         return weight, bias, adapters
 
-    def apply(self, numbers: Any, wide: torch.dtype | None, read: str, out: str) -> str:
+    def apply(
+        self,
+        numbers: Any,
+        wide: torch.dtype | None,
+        read: str,
+        out: str,
+        *,
+        is_late: bool = False,
+    ) -> str:
         """Add the steps of a linear layer: adapters' narrow outputs first, then y, then the sum.
 
         numbers: the parameters, as `linear` returned them. wide: the dtype of the gradient of the
-        value read.
+        value read. is_late: see `Gemm`.
         """
         weight, bias, adapters = numbers
         narrow = []
@@ -169,7 +177,9 @@ class Builder:
                 low = self.dropout(constants.dropout, constants.seed, read, f"{out}.x{i}", dtype)
             down = Gemm(dtype, sums=dtypes[a])
             narrow.append(self.add(down, f"{out}.low{i}", (low,), (a, None)))
-        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], weight in self.quantized_params)
+        is_quantized = weight in self.quantized_params
+        is_late = is_late and not (is_quantized or adapters)
+        op = Gemm(self.dtype, 1.0, wide, dtypes[weight], is_quantized, is_late=is_late)
         y = self.add(op, f"{out}.base" if adapters else out, (read,), (weight, bias))
         for i, (_, b, constants, dtype) in enumerate(adapters):
             is_last = i == len(adapters) - 1

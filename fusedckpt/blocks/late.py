@@ -1,10 +1,10 @@
 """Weight gradients that are computed one after the other.
 
 A layer's backward returns its gradients together, so all of them are in memory at once, where the
-parameters' gradients exist already and are added to. A first weight of experts is therefore read
-through a node of its own, `WeightRead`. The layer's backward gives that node a `LateGradient`, and
-autograd a tensor without memory in its place. The node computes the gradient when the last weight's
-gradient has been added and freed.
+parameters' gradients exist already and are added to. A first weight of experts, or of an MLP of few
+tokens, is therefore read through a node of its own, `WeightRead`. The layer's backward gives that
+node a `LateGradient`, and autograd a tensor without memory in its place. The node computes the
+gradient when the last weight's gradient has been added and freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import function_of
+from fusedckpt.autograd.private import below, function_of
+from fusedckpt.blocks.passes import scaled_weight_grad
 from fusedckpt.kernels import grouped
 from fusedckpt.kernels.routed import Route
 
@@ -32,8 +33,14 @@ class LateGradient(NamedTuple):
         return self._replace(dtype=dtype)
 
     def compute(self) -> Tensor:
-        """Compute it."""
-        return self.function(*self.args).to(self.dtype)
+        """Compute it, as the layer's own backward computes."""
+        with below():
+            return self.function(*self.args).to(self.dtype)
+
+
+def late_product(dy: Tensor, x: Tensor, wanted: torch.dtype) -> LateGradient:
+    """Return the gradient of a linear's weight, dy' x in its dtype, to be computed later."""
+    return LateGradient(scaled_weight_grad, (dy, x, 1, wanted), wanted)
 
 
 def late_weight_grad(a: Tensor, b: Tensor, route: Route) -> LateGradient:
@@ -60,9 +67,13 @@ class WeightRead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> Tensor | None:  # type: ignore[override]
         """Compute the gradient, or pass the one that came."""
-        gradient = ctx.gradient
+        late = ctx.gradient
         ctx.gradient = None
-        return dy if gradient is None else gradient.compute()
+        if late is None or dy is None:
+            return dy
+        gradient = late.compute()
+        # the tensor without memory, to which second derivatives of the layer may have been added
+        return gradient if not any(dy.stride()) else gradient.add_(dy)
 
 
 def hand_over(

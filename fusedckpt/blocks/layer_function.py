@@ -121,7 +121,12 @@ class LayerFunction(torch.autograd.Function):
         elif any(map(IS_PRESENT, products)):
             args = (call, wanted, dys, like, values)
             grads = autograd.donating(ctx, products, like, partial(compute, *args))
-        elif call.late and not (torch.compiler.is_compiling() or private.num_dispatch_modes()):
+        elif (
+            call.late
+            and not torch.compiler.is_compiling()
+            # estimates look into ops
+            and (like.is_meta or not private.num_dispatch_modes())
+        ):
             grads = run.backward(call, wanted, dys, like, values, leaves_late=True)
         else:
             grads = compute(call, wanted, dys, like, values)

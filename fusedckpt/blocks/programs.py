@@ -187,13 +187,13 @@ class LinearOptions(NamedTuple):
         b = Builder(context, dtype)
         shape = linears[-1].weight.shape
         hidden = Hidden(activation, self._variant(x, dtype, activation, shape), names == PACKED)
-        call_options = self._steps(b, x, spec, linears, hidden)
-        call_options |= {
-            "level": level if context.grad else "inputs",
-            "chunks": self._chunks(b, x, shape),
-            "store": self.store,
-            "may_round": True,
-        }
+        level = level if context.grad else "inputs"
+        chunks = self._chunks(b, x, shape)
+        # one weight's gradient after the other, where these are larger than the hidden layers
+        is_small = 2 * math.prod(x.shape[:-1]) <= x.shape[-1]
+        is_late = is_small and level == "inputs" and chunks == 1 and self.store is None
+        call_options = self._steps(b, x, spec, linears, hidden, is_late=is_late)
+        call_options |= {"level": level, "chunks": chunks, "store": self.store, "may_round": True}
         return b.build(self.linears.function, {"x": x}, **call_options, casts=spec is None)
 
     def _variant(self, x: Meta, dtype: torch.dtype, activation: str, last: Sequence[int]) -> str:
@@ -218,8 +218,13 @@ class LinearOptions(NamedTuple):
         spec: NormSpec | None,
         linears: Sequence[LinearParts],
         hidden: Hidden,
+        *,
+        is_late: bool = False,
     ) -> dict[str, Any]:
-        """Add the steps; return the arguments of the call."""
+        """Add the steps; return the arguments of the call.
+
+        is_late: see `Gemm`, for all linears but the last.
+        """
         read = "x"
         adds = bool(self.residual) and x.dtype == b.dtype
         has_last = self.linears.last is not None
@@ -243,7 +248,7 @@ class LinearOptions(NamedTuple):
                 wide = torch.promote_types(b.dtype, torch.float32)
         # backward adds up in the order of the linears
         for out, number in list(zip(results, firsts, strict=True))[::-1]:
-            b.apply(number, wide, read, out)
+            b.apply(number, wide, read, out, is_late=is_late and has_last)
         if products:
             results = [b.add(hidden, "h" if has_last else "y", products)]
         if has_last:

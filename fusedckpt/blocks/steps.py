@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fusedckpt.blocks import eager, passes
+from fusedckpt.blocks.late import late_product
 from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantized import QuantizedWeight
 from fusedckpt.blocks.writer import Writer
@@ -87,6 +88,8 @@ class Gemm(Op):
     is_quantized: bool = False
     # the dtype of a sum, None for the one that torch promotes to
     out: torch.dtype | None = None
+    # whether the weight's gradient is computed after that of the last weight, see `late`
+    is_late: bool = False
     has_gemm = casts = True
     gradients = (("p1", ()), ("r0", ("p0",)), ("p0", ("r0",)))
 
@@ -123,6 +126,8 @@ class Gemm(Op):
         x = grad.reads["r0"]
         if "sum" in grad.reads:
             return {slot: code.call(passes.scaled_weight_sum, grad.reads["sum"], dy, x, self.scale)}
+        if self.is_late:
+            return {slot: code.call(late_product, dy, x, self.sums)}
         if self.scale == 1 and (self.dtype == self.sums or self.dtype not in HALF):
             return {slot: code.call(torch.mm, code.call("t", dy), x)}
         return {slot: code.call(passes.scaled_weight_grad, dy, x, self.scale, self.sums)}
