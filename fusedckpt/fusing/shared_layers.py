@@ -90,7 +90,8 @@ def saving_recipe_of(
 
 
 def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = False) -> Any:
-    if not x.is_contiguous():
+    # of rows that lie apart, such as those of class tokens, no product saves a copy
+    if x.dim() != 2 and not x.is_contiguous():
         return run()
     return with_own_hooks(partial(recipes.saving_recipes, view, x, run, samples=samples), run)
 

@@ -307,3 +307,29 @@ def test_rows_that_were_written_are_saved():
         torch.autograd.grad(run(m, x).sin().sum(), [x, *m.parameters()]) for m in (model, eager)
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_of_class_tokens_saves_the_norms_input():
+    """These rows of the norm's result lie apart, and are saved as a view of all of it."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), Head())
+    fused = copy.deepcopy(eager).to(DEVICE)
+    fusedckpt.fuse(fused)
+    x = randn(2, T, D, requires_grad=True)
+    assert saved_bytes(fused, [x]) == x.nbytes
+    grads = [
+        torch.autograd.grad(model(x).square().sum(), [x, *model.parameters()])
+        for model in (fused, eager.to(DEVICE))
+    ]
+    torch.testing.assert_close(*grads)
+
+
+class Head(nn.Module):
+    """As timm's vision transformers have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(D, F)
+
+    def forward(self, x):
+        return self.head(x[:, 0])
