@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import below, function_of
+from fusedckpt.autograd.private import below, current_node, function_of
 from fusedckpt.blocks.passes import scaled_weight_grad
 from fusedckpt.kernels import grouped
 from fusedckpt.kernels.routed import Route
@@ -84,13 +84,15 @@ def hand_over(
     ctx: of the layer that reads the weights; metas: of its tensors, None for an absent one;
     quantized: the places of weights that are no tensors.
     """
+    # a call of the layer's node by hand, outside the engine, gets the gradients themselves
+    is_by_hand = current_node() is not ctx
     # a node has edges for tensors alone
     are_tensors = [meta is not None and i not in quantized for i, meta in enumerate(metas)]
     for i, gradient in enumerate(gradients):
         if not isinstance(gradient, LateGradient):
             continue
         node = ctx.next_functions[sum(are_tensors[:i])][0]
-        if function_of(node) is WeightRead:
+        if function_of(node) is WeightRead and not is_by_hand:
             node.gradient = gradient
             empty = torch.zeros((), dtype=gradient.dtype, device=like.device)
             gradients[i] = empty.expand(metas[i].shape)

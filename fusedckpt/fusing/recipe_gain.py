@@ -68,12 +68,13 @@ def saved_with_recipes(
     modules = [*model.modules()]
     if any(map(has_recipes, modules)) or any(map(private.is_fsdp_module, modules)):
         return None
-    if any(map(private.compiled_call, modules)) or private.COMPILED_CHILD in model._modules:
+    if any(private.compiled_call(m) or private.COMPILED_CHILD in m._modules for m in modules):
         return None
     with torch.enable_grad(), saved_tensors(held) as saved:
         if obstacle_of_recipes(args) is not None:
             return None
-        with recipes_on(model):
+        # a compiled function inside would be compiled again for the mode, and saves other bytes
+        with recipes_on(model), torch.compiler.set_stance("fail_on_recompile"):
             output = model(*args, **kwargs)
         then(output)
     return saved.nbytes

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential
-from fusedckpt.checkpointing import rounded
+from fusedckpt.autograd import rounded
 
 
 class Block(nn.Module):

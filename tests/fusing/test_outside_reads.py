@@ -479,10 +479,10 @@ def our_calls(fn):
     return num_calls
 
 
-@pytest.mark.parametrize(("make", "count"), [(Gated, 25), (lambda: LlamaRMSNorm(D), 29)])
+@pytest.mark.parametrize(("make", "count"), [(Gated, 25), (lambda: LlamaRMSNorm(D), 27)])
 def test_python_work_of_a_warm_call(make, count):
     """Values from outside are compared in the reader's loop, by no function of ours."""
-    module, x = make().to(DEVICE), randn(3, D)
+    module, x = make().to(DEVICE), randn(2 * D, D)
     fuse(module)
     module(x)
     assert our_calls(lambda: module(x)) == count

@@ -211,9 +211,9 @@ def seen(monkeypatch, on_aten):
     """Collect which gradients a block's backward computes."""
     seen, computed = [], run.backward
 
-    def spy(call, wanted, *args):
+    def spy(call, wanted, *args, **options):
         seen.append(wanted)
-        return computed(call, wanted, *args)
+        return computed(call, wanted, *args, **options)
 
     monkeypatch.setattr(run, "backward", spy)
     return seen

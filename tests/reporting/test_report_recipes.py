@@ -115,3 +115,21 @@ def test_nothing_is_said_of_recipes_that_fail():
     report = fusedckpt.report(model, x)
     assert report.saved_bytes_with_recipes is None
     assert "with recipes" not in str(report)
+
+
+def test_a_compiled_function_is_not_compiled_again():
+    frames = []
+
+    def backend(graph, inputs):
+        frames.append(graph)
+        return graph.forward
+
+    class Compiled(Net):
+        def forward(self, x):
+            return compiled(super().forward(x))
+
+    compiled = torch.compile(lambda x: F.softsign(x) + 1, backend=backend)
+    model, x = Compiled(1), torch.randn(ROWS, C, SIDE, SIDE)
+    assert fusedckpt.report(model, x).saved_bytes_with_recipes is None
+    model(x).sum().backward()
+    assert len(frames) == 1
