@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ def at_first_batch(
     plan: Mapping[str, Any] | None = None,
     report: bool = False,
     loss: Callable[[Any], Tensor] | None = None,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
     log: Callable[[Any], Any] = print,
 ) -> RemovableHandle:
     """Fuse, plan and report, on the inputs of `model`'s first training forward, before it runs.
