@@ -40,6 +40,20 @@ WAYS = (
     "fuse, checkpoint, head, nine bits",
     "fuse, checkpoint, head, offload",
 )
+# published sizes
+QWEN3_30B_A3B: dict[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "max_position_embeddings": 40960,
+}
 # values of a block that share a scale, as in NF4
 _BLOCK = 64
 # of adapters
@@ -180,20 +194,7 @@ def qwen_moe_lora() -> nn.Module:
     """Return Qwen3-30B-A3B in bfloat16 with adapters of rank 32 at the linears of attention."""
     import transformers
 
-    sizes: Any = {"head_dim": 128}
-    config = transformers.Qwen3MoeConfig(
-        **sizes,
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        max_position_embeddings=40960,
-    )
+    config = transformers.Qwen3MoeConfig(**QWEN3_30B_A3B)
     model = _in_bfloat16(lambda: transformers.Qwen3MoeForCausalLM(config))
     return _adapted(model, ["q_proj", "k_proj", "v_proj", "o_proj"])
 

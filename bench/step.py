@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from bench.contexts import QWEN3_30B_A3B
 from bench.env import environment
 from bench.implementations import ours, stock
 from bench.options import Options
@@ -107,17 +108,12 @@ def _qwen(batch: int, seq: int) -> Any:
     import transformers
     from transformers.models.qwen3_moe import modeling_qwen3_moe as code
 
-    sizes: Any = {"head_dim": 128, "num_key_value_heads": 4, "num_attention_heads": 32}
-    config = transformers.Qwen3MoeConfig(
-        **sizes,
-        hidden_size=2048,
-        num_hidden_layers=1,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        norm_topk_prob=True,
-        use_cache=False,
-    )
+    layer_alone: dict[str, Any] = {
+        "num_hidden_layers": 1,
+        "norm_topk_prob": True,
+        "use_cache": False,
+    }
+    config = transformers.Qwen3MoeConfig(**QWEN3_30B_A3B | layer_alone)
     config._attn_implementation = "sdpa"
     config._experts_implementation = "grouped_mm"
     layer = code.Qwen3MoeDecoderLayer(config, 0)
