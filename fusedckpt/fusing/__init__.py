@@ -27,12 +27,12 @@ While `fuse` runs (fuser.py):
       | verification.py        compares outputs and gradients of replicas (replica.py) by the error
       |                        rule (accuracy.py), and counts saved bytes
       v
-    Swap (swap.py)             the module's new class (subclass.py) and attributes
+    Swap (swap.py)             the module's new class and attributes
     or NotFused (reasons.py)   for modules that look like an MLP (lookalikes.py)
       v
     FuseReport (fuse_report.py)
 
-In each call of a swapped module (swapped.py):
+In each call of a swapped module (Swapped in swap.py):
 
     fused_norms.py, fused_gated_norms.py, fused_mlps.py, fused_experts.py, tail.py
         read the state and the weights as they are now, by a reader that the match is compiled to

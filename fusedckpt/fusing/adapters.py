@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd.dispatch import are_plain, autocast_dtype, has_hooks
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
-from fusedckpt.fusing.subclass import made_of
+from fusedckpt.fusing.swap import made_of
 
 # told by name: none of these libraries is imported
 _LORA = (

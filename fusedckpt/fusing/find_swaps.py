@@ -23,8 +23,7 @@ from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.matcher import Matcher, swap_obstacle
 from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Part, Swap, original_of
+from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.fusing.tail import tail_of, tail_swap
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import notes_of

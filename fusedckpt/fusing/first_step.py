@@ -45,8 +45,7 @@ from fusedckpt.fusing.mixers_in_run import (
 from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_code import SharedCode
-from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.swap import Original, Swap, original_of, undo
+from fusedckpt.fusing.swap import Original, Swap, made_of, original_of, subclass, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, clear_notes, notes_of, set_notes

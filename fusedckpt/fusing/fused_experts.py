@@ -13,7 +13,7 @@ from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing.match_reader import Guards, Reader
-from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.fusing.swap import Swapped
 from fusedckpt.kernels.gating import Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import experts

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing.match_reader import Guards, Reader
-from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.gated_norm import gated_rms_norm

@@ -30,8 +30,7 @@ from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.swap import Part, Swap, original_of
+from fusedckpt.fusing.swap import Part, Swap, made_of, original_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy

@@ -17,7 +17,7 @@ from fusedckpt.fusing.call_state import modules_in
 from fusedckpt.fusing.mlp_reader import MLPReader, shardable_linears
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
-from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import ModuleNotes

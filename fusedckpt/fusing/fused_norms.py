@@ -12,7 +12,7 @@ from fusedckpt.blocks import reader
 from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.fusing.match_reader import Guards, Reader
-from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES

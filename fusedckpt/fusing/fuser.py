@@ -25,8 +25,7 @@ from fusedckpt.fusing.matcher import Matcher
 from fusedckpt.fusing.recipe_gain import gain_on_batch
 from fusedckpt.fusing.recipe_models import find_recipe_model
 from fusedckpt.fusing.search import Names, Search, patterns
-from fusedckpt.fusing.subclass import made_of
-from fusedckpt.fusing.swap import original_of, undo
+from fusedckpt.fusing.swap import made_of, original_of, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.notes import notes_of

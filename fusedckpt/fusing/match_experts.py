@@ -35,8 +35,7 @@ from fusedckpt.fusing.match_reader import Guard, Guards
 from fusedckpt.fusing.outside_code import outside_reads
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.simple_values import is_function, is_simple
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Part, Swap
+from fusedckpt.fusing.swap import Part, Swap, subclass
 from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating

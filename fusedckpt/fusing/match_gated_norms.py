@@ -33,8 +33,7 @@ from fusedckpt.fusing.match_norms import (
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
 from fusedckpt.fusing.spies import guards_of
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap
+from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
 

@@ -15,8 +15,7 @@ from fusedckpt.fusing.mixers_in_code import mixers_in_code
 from fusedckpt.fusing.mixers_in_run import mixers_in_run
 from fusedckpt.fusing.recomputed_modules import Recomputed
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Part, Swap, original_of
+from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.layers.fallbacks import NotFused
 
 

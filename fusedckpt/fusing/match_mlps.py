@@ -28,8 +28,7 @@ from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recording import Recording, other_inputs, record
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
 from fusedckpt.fusing.spies import guards_of
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap
+from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.sequential import Sequential, runs

@@ -26,8 +26,7 @@ from fusedckpt.fusing.op_recorder import BUFFER_OP, FOREIGN_OP
 from fusedckpt.fusing.recording import Recording, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.spies import guards_of
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap, run_forward
+from fusedckpt.fusing.swap import Swap, run_forward, subclass
 from fusedckpt.kernels.runtime import HALF
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.norm import LayerNorm, RMSNorm

@@ -31,8 +31,7 @@ from fusedckpt.fusing.shared_layers import (
     SharedProduct,
     SharedReader,
 )
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap, original_of
+from fusedckpt.fusing.swap import Swap, original_of, subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 

@@ -19,8 +19,7 @@ from fusedckpt.fusing import recipe_kernels, recipe_mode
 from fusedckpt.fusing.cheap_functions import is_any_replaced
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.subclass import made_of, subclass
-from fusedckpt.fusing.swap import Swap
+from fusedckpt.fusing.swap import Swap, made_of, subclass
 from fusedckpt.layers.notes import set_notes
 
 KERNELS.append(recipe_kernels.run_recipes)

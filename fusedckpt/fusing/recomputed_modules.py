@@ -26,7 +26,7 @@ from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_flat, is_noted, modules_in
 from fusedckpt.fusing.mlp_reader import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
-from fusedckpt.fusing.swapped import Swapped
+from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes

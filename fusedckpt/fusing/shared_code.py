@@ -23,7 +23,7 @@ from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, outside_mode, tracking
 from fusedckpt.fusing.cheap_functions import KINDS
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.recipe_models import obstacle_of_recipes
-from fusedckpt.fusing.subclass import refuse_script
+from fusedckpt.fusing.swap import refuse_script
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 
 # the attribute of such a layer: False where no function read such a result in its first call

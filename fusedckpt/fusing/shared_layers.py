@@ -40,7 +40,7 @@ from fusedckpt.autograd.tracker import (
     sees_alone,
 )
 from fusedckpt.fusing.recipe_mode import every_function
-from fusedckpt.fusing.subclass import refuse_script
+from fusedckpt.fusing.swap import refuse_script
 from fusedckpt.layers.notes import ModuleNotes
 
 # the attribute of a linear with readers that may make its result again from its input: "layers"

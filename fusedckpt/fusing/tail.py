@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from fusedckpt.fusing.fused_mlps import FusedMLP
-from fusedckpt.fusing.subclass import subclass
-from fusedckpt.fusing.swap import Swap
+from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import letter_of
 from fusedckpt.layers.fallbacks import NotFused

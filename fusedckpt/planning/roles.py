@@ -30,7 +30,7 @@ from fusedckpt.checkpointing.entry import checkpoint
 from fusedckpt.checkpointing.segment import is_plain_call
 from fusedckpt.fusing.fused_heads import FusedHead
 from fusedckpt.fusing.recipe_models import without_recipes
-from fusedckpt.fusing.subclass import made_of, subclass
+from fusedckpt.fusing.swap import made_of, subclass
 from fusedckpt.layers.notes import ModuleNotes, clear_notes, notes_of, set_notes
 from fusedckpt.planning.products import keeps_products
 

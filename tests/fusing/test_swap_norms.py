@@ -38,7 +38,7 @@ import fusedckpt
 from fusedckpt import fuse, unfuse
 from fusedckpt.fusing.fused_norms import FusedNorm
 from fusedckpt.fusing.shared_layers import SharedNorm
-from fusedckpt.fusing.subclass import subclass
+from fusedckpt.fusing.swap import subclass
 
 FOUND = {
     "llama": (Llama, "rms_norm (llama cast)"),
