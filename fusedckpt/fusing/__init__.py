@@ -14,9 +14,9 @@ While `fuse` runs (fuser.py):
       | match_shared.py        finds layers that may save a recipe of their input
       v
     one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, match_experts.py
-      | recording.py           runs a copy on meta tensors: its ops (op_recorder.py), and the
-      |                        state that it reads (spies.py); state outside of the module that
-      |                        its code writes is put back (outside_state.py)
+      | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
+      |                        state outside of the module that its code writes is put back
+      |                        (outside_state.py)
       | mlp_pattern.py      recognizes products and the activation between them; norms are
       |                        recognized by their numbers
       v

@@ -12,7 +12,7 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
 from fusedckpt.fusing.code_names import names_in_forward
-from fusedckpt.fusing.mlp_pattern import is_activation
+from fusedckpt.fusing.recording import is_activation
 from fusedckpt.layers.linear import Linear
 
 # names in code and of attributes: torch's functions, and transformers' tables of activations

@@ -33,8 +33,8 @@ from fusedckpt.fusing.fused_experts import (
 from fusedckpt.fusing.fused_mlps import chunk_words
 from fusedckpt.fusing.match_reader import Guard, Guards
 from fusedckpt.fusing.outside_code import outside_reads
+from fusedckpt.fusing.outside_reads import is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
-from fusedckpt.fusing.simple_values import is_function, is_simple
 from fusedckpt.fusing.swap import Part, Swap, subclass
 from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS

@@ -30,9 +30,8 @@ from fusedckpt.fusing.match_norms import (
     has_own_forward,
     reads_unknown_tensors,
 )
-from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.recording import Recording, guards_of, record
 from fusedckpt.fusing.replica import Draw, replica, undisturbed
-from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused

@@ -20,14 +20,19 @@ from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.fused_mlps import FusedMLP, chunk_words
 from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.match_reader import Guard, Guards, child_at
-from fusedckpt.fusing.mlp_pattern import is_nonlinear, pattern_of
+from fusedckpt.fusing.mlp_pattern import pattern_of
 from fusedckpt.fusing.mlp_reader import LinearPaths, MLPMatch, MLPPattern, Rate
-from fusedckpt.fusing.op_recorder import Node
 from fusedckpt.fusing.outside_code import METHOD
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
-from fusedckpt.fusing.recording import Recording, other_inputs, record
+from fusedckpt.fusing.recording import (
+    Node,
+    Recording,
+    guards_of,
+    is_nonlinear,
+    other_inputs,
+    record,
+)
 from fusedckpt.fusing.replica import Path, rates_of, takes_one
-from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.fallbacks import NotFused

@@ -22,10 +22,8 @@ from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalized
 from fusedckpt.fusing.lookalikes import looks_like
-from fusedckpt.fusing.op_recorder import BUFFER_OP, FOREIGN_OP
-from fusedckpt.fusing.recording import Recording, record
+from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, guards_of, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
-from fusedckpt.fusing.spies import guards_of
 from fusedckpt.fusing.swap import Swap, run_forward, subclass
 from fusedckpt.kernels.runtime import HALF
 from fusedckpt.layers.fallbacks import NotFused

@@ -19,9 +19,8 @@ from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantizing
-from fusedckpt.fusing.outside_reads import NONE, OutsideReads, are_equal_values
+from fusedckpt.fusing.outside_reads import MISSING, NONE, OutsideReads, are_equal_values
 from fusedckpt.fusing.replica import Path
-from fusedckpt.fusing.simple_values import MISSING
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import notes_of
 

@@ -18,8 +18,8 @@ from fusedckpt.fusing.lookalikes import (
     is_transposed,
     looks_like,
 )
-from fusedckpt.fusing.mlp_pattern import is_activation
 from fusedckpt.fusing.mlp_reader import MLPPattern
+from fusedckpt.fusing.recording import is_activation
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.shared_code import SharedCode

@@ -15,7 +15,7 @@ from fusedckpt.fusing.match_experts import experts_swap, verified_experts
 from fusedckpt.fusing.match_gated_norms import gated_norm_swap
 from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap, swapped_runs
 from fusedckpt.fusing.match_norms import norm_swap
-from fusedckpt.fusing.simple_values import is_simple
+from fusedckpt.fusing.outside_reads import is_simple
 from fusedckpt.fusing.swap import Part, Swap
 from fusedckpt.layers.fallbacks import NotFused
 

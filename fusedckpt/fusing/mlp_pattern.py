@@ -11,21 +11,17 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
+from torch import Tensor
 
-from fusedckpt.autograd.private import is_pointwise, pytree, schema_of
+from fusedckpt.autograd.private import pytree, schema_of
 from fusedckpt.fusing.mlp_reader import LinearPaths, MLPPattern
-from fusedckpt.fusing.op_recorder import Node, nodes_behind
-from fusedckpt.fusing.recording import Recording, record
-from fusedckpt.fusing.replica import takes_one, undisturbed
+from fusedckpt.fusing.recording import Node, Recording, nodes_behind
+from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
-# functions of single elements that are linear, or a cast
-_LINEAR_OPS = frozenset(("_to_copy", "add", "clone", "copy", "div", "mul", "neg", "rsub", "sub"))
 
 
 def pattern_of(recording: Recording) -> MLPPattern | NotFused:
@@ -90,29 +86,6 @@ def _gated(
             return MLPPattern("gated_mlp", linears, name, first)
         return None
     return None
-
-
-def is_nonlinear(recording: Recording) -> bool:
-    """Whether a recorded forward computes a function of single elements that is not linear.
-
-    False if it computes anything but such functions, products and columns.
-    """
-    kinds = ("elementwise", "other")
-    ops = [node for node in recording.nodes if node.kind in kinds and not isinstance(node.op, str)]
-    if not all(is_pointwise(node.op) for node in ops if node.kind == "other"):
-        return False
-    return any(node.name.rstrip("_") not in _LINEAR_OPS for node in ops)
-
-
-def is_activation(module: nn.Module) -> bool:
-    """Whether a module is a function of single elements, as its recorded forward shows."""
-    if module._modules or any(is_lazy(p) or p.dim() > 1 for p in module.parameters()):
-        return False
-    if not takes_one(module):
-        return False
-    # code of others may write outside of its module
-    is_of_torch = type(module).__module__.startswith("torch.")
-    return is_nonlinear(record(module, (2, 3, 8), watched=not is_of_torch))
 
 
 def _paths_of(product: Node) -> LinearPaths:

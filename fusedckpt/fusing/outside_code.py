@@ -31,6 +31,7 @@ from fusedckpt.autograd import private
 from fusedckpt.fusing.code_names import CodeRead, codes_in, reads_in
 from fusedckpt.fusing.code_watch import CHANGING, CodeWatch, is_library
 from fusedckpt.fusing.outside_reads import (
+    MISSING,
     OutsideRead,
     OutsideReads,
     Place,
@@ -38,13 +39,14 @@ from fusedckpt.fusing.outside_reads import (
     cell_of,
     context_value,
     entry_of,
+    is_function,
+    is_simple,
     item_of,
     length_of,
     members_of,
     method_of_class,
     setting_of,
 )
-from fusedckpt.fusing.simple_values import MISSING, is_function, is_simple
 from fusedckpt.layers.fallbacks import NotFused
 
 # attribute of a class that was made for a method of another: that class, and the method's name

@@ -1,33 +1,59 @@
-"""Values outside of a module that its code reads: found when it is matched, compared in calls.
+"""Values that code reads outside of a module: found when it is matched, compared in calls.
 
 A forward computes by more than its module: by functions of classes and of Python modules, global
 and closed-over variables, default arguments, entries of global containers, attributes of global
 objects, variables of the environment and of contexts. Any of these may be replaced later. Each is
 read once when the match is made, and compared by identity in each call: after a class's forward is
-patched, or a global is assigned, a call runs the original forward.
+patched, or a global is assigned, a call runs the original forward. Values that cannot change are
+compared as such, and code by identity.
 
 The code that ran while the module was recorded (code_watch.py) tells which they are, by the names
-in it (code_names.py). An object is compared by its attributes of these names, whatever path leads
-to it. A value that cannot be compared is a reason to leave the module.
+in it (code_names.py, outside_code.py). An object is compared by its attributes of these names,
+whatever path leads to it. A value that cannot be compared is a reason to leave the module.
 """
 
 from __future__ import annotations
 
+import enum
 import importlib
 import sys
+import types
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from fusedckpt.fusing.simple_values import MISSING, is_simple
+import torch
+from torch import nn
+
 from fusedckpt.layers.fallbacks import NotFused
 
+# the value of a missing attribute
+MISSING = "no value"
+_NUMBERS = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+_OPTIONS = (range, slice, enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_SIMPLE = _NUMBERS + _OPTIONS
+_EXECUTABLE = (types.FunctionType, types.BuiltinFunctionType, type, partial)
 # one read, or one step on the way to a holder: read(holder, name, MISSING)
 Read = Callable[[Any, Any, Any], Any]
 Step = tuple[Read, Any]
 
 # the expected value where an unpickled read finds none: nothing equals it
 _GONE = object()
+
+
+def is_simple(value: Any) -> bool:
+    """Whether a value is immutable, and compared by value."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(is_simple, value))
+    return isinstance(value, _SIMPLE)
+
+
+def is_function(value: Any) -> bool:
+    """Whether a value is code, compared by identity."""
+    # torch's builtins and the jit's functions are of classes of their own
+    is_code = isinstance(value, _EXECUTABLE) or type(value).__name__.endswith("ScriptFunction")
+    return is_code and not isinstance(getattr(value, "__self__", None), nn.Module)
 
 
 def entry_of(holder: Any, key: Any, missing: Any) -> Any:

@@ -15,7 +15,7 @@ from types import CellType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from fusedckpt.fusing.code_names import CodeRead, reads_in
-from fusedckpt.fusing.simple_values import MISSING
+from fusedckpt.fusing.outside_reads import MISSING
 from fusedckpt.state import holders, rng
 
 
