@@ -20,7 +20,7 @@ OF_TORCH = (
 CAUGHT = re.compile(r"AssertionError|NotApplicable|_Left|_Refused|(self\.)?(log\.)?stopped")
 # files whose errors get their subject from their callers
 COMPLETED = (
-    "fusedckpt/fusing/mixers_in_run.py",
+    "fusedckpt/fusing/mixers.py",
     "fusedckpt/planning/plans.py",
     "fusedckpt/reporting/without_memory.py",
 )

@@ -37,7 +37,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         r"register_module_(forward|full_backward)\w*hook\(",
         {
             *("checkpointing/determinism.py", "checkpointing/module_calls.py"),
-            *("fusing/fused_calls.py", "fusing/mixers_in_run.py", "reporting/timeline.py"),
+            *("fusing/fused_calls.py", "fusing/mixers.py", "reporting/timeline.py"),
         },
     ),
     "set the class of a module": (
@@ -55,8 +55,8 @@ JOBS: dict[str, tuple[str, set[str]]] = {
     "compare tensors by bits or nearly": (
         r"torch\.(equal|allclose)\(|torch, \"hash_tensor\"",
         {
-            *("checkpointing/determinism.py", "fusing/fused_heads.py", "fusing/match_experts.py"),
-            *("fusing/match_norms.py", "fusing/mixers_in_run.py", "fusing/written_tensors.py"),
+            *("checkpointing/determinism.py", "fusing/fused_heads.py", "fusing/experts.py"),
+            *("fusing/match_norms.py", "fusing/mixers.py", "fusing/written_tensors.py"),
             *("reporting/trial.py", "state/rng.py"),
         },
     ),

@@ -1,23 +1,22 @@
 """`fuse` changes the classes of modules in place, to classes that save less for backward.
 
-It decides once, while `fuse` runs; the forward of a swapped module runs in each call. Files named
-match_* belong to the first time, files named fused_* to the second.
+It decides once, while `fuse` runs; the forward of a swapped module runs in each call.
 
 While `fuse` runs (fuser.py):
 
     model
       | search.py              the modules that the call asks for
       | find_swaps.py         walks over norms, MLPs, linears, Sequentials and experts
-      | match_mixers.py        finds attention and mixers (mixers_in_code.py, mixers_in_run.py)
+      | mixers.py              finds attention and mixers, by their code or in a run
       | first_step.py          lets modules wait for their first training call
       | fused_heads.py         finds output embeddings of causal models
       | match_shared.py        finds layers that may save a recipe of their input
       v
-    one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, match_experts.py
+    one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, experts.py
       | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
       |                        state outside of the module that its code writes is put back
       |                        (outside_state.py)
-      | mlp_pattern.py      recognizes products and the activation between them; norms are
+      | match_mlps.py          recognizes products and the activation between them; norms are
       |                        recognized by their numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
@@ -34,10 +33,10 @@ While `fuse` runs (fuser.py):
 
 In each call of a swapped module (Swapped in swap.py):
 
-    fused_norms.py, fused_gated_norms.py, fused_mlps.py, fused_experts.py, tail.py
+    fused_norms.py, fused_gated_norms.py, fused_mlps.py, experts.py, tail.py
         read the state and the weights as they are now, by a reader that the match is compiled to
-        (match_reader.py; of MLPs mlp_reader.py, adapters.py), and call
-        a function of `functional`; or return a NotFused, which is noted, and the original runs
+        (match_reader.py; of linears adapters.py), and call a function of `functional`; or return a
+        NotFused, which is noted, and the original runs
     recomputed_modules.py
         runs the original in a checkpoint (recomputed_call.py), whose second run finds the state of
         the first (call_state.py, written_tensors.py)

@@ -14,14 +14,13 @@ from torch import nn
 from torch.jit import ScriptModule
 
 from fusedckpt.fusing import adapters, reasons
+from fusedckpt.fusing.experts import has_experts_parameters
 from fusedckpt.fusing.fuse_report import join_names
-from fusedckpt.fusing.fused_mlps import FusedFeedForward, level_or_inputs
+from fusedckpt.fusing.fused_mlps import FusedFeedForward, level_or_inputs, rates_above_zero
 from fusedckpt.fusing.lookalikes import looks_like
-from fusedckpt.fusing.match_experts import has_experts_parameters
 from fusedckpt.fusing.match_mlps import SwappedRun, feed_forward_of, swapped_runs
 from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.matcher import Matcher, swap_obstacle
-from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.fusing.tail import tail_of, tail_swap

@@ -32,14 +32,14 @@ from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
 from fusedckpt.fusing.call_state import is_noted, modules_in
 from fusedckpt.fusing.fuse_report import FuseReport, join_names
-from fusedckpt.fusing.match_mixers import recomputing_swap
-from fusedckpt.fusing.mixers_in_run import (
+from fusedckpt.fusing.mixers import (
     Before,
     RunningModule,
     RunObserver,
     has_matrix,
     is_own,
     mixers_in_run,
+    recomputing_swap,
     repeat_alike,
 )
 from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle

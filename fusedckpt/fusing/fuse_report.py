@@ -12,8 +12,8 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
+from fusedckpt.fusing.fused_mlps import rates_above_zero
 from fusedckpt.fusing.match_mlps import swapped_runs
-from fusedckpt.fusing.mlp_reader import rates_above_zero
 from fusedckpt.fusing.swap import Part, original_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import CHECKPOINT, IN_ORDER, RECIPES, NotFused

@@ -1,26 +1,289 @@
-"""The forward of an MLP, gated MLP or linear with its activation of any class, fused."""
+"""The forward of an MLP, gated MLP or linear with its activation, from the state as it is now.
+
+A match has the function of ours that a module computes, and the places of its parameters. Mostly
+nothing has changed, and every weight is a plain tensor of a plain layer: then a call reads the
+state (match_reader.py), the weights and their dtypes, each once. Layers with adapters, of other
+classes, or with other weights are looked at one by one, which finds their operands, or the reason
+why the call cannot run fused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fusedckpt.autograd import dispatch, levels
+from fusedckpt.autograd.dispatch import has_hooks
+from fusedckpt.autograd.levels import LEVELS_OF
+from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.blocks import compiled
+from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.layer_function import run_layer
+from fusedckpt.blocks.programs import LinearOptions
+from fusedckpt.blocks.quantized import quantized
+from fusedckpt.fusing import adapters
 from fusedckpt.fusing.call_state import modules_in
-from fusedckpt.fusing.mlp_reader import MLPReader, shardable_linears
+from fusedckpt.fusing.match_reader import Guards, Reader, child_at
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
+from fusedckpt.fusing.replica import Path
 from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import ModuleNotes
+from fusedckpt.layers.sharded import Sharding
+
+# the place of a dropout's rate: the path of a module, and its attribute
+Rate = tuple[Path, str]
+# a linear's weight as [out, in], under the adapters that it has, and its bias
+LinearOperands = tuple[Any, Tensor | None]
+
+_LINEARS_OF = {"mlp": TWO_LINEARS, "linear_act": ONE_LINEAR, "gated_mlp": GATED}
+
+
+class LinearPaths(NamedTuple):
+    """The places of a linear's parameters in the module that was matched."""
+
+    # the attributes that lead to its weight
+    weight: Path
+    # those that lead to its bias, None without one
+    bias: Path | None
+    # whether the weight lies as [in, out]
+    is_transposed: bool
+
+
+class MLPPattern(NamedTuple):
+    """The function of ours that a forward computes, and its arguments."""
+
+    # the function: "mlp", "gated_mlp" or "linear_act"
+    kind: str
+    # in the order of the function's arguments
+    linears: tuple[LinearPaths, ...]
+    # its name in the table of activations
+    activation: str
+    # the half of the first weight that comes first, "gate" or "up"; "" where it has no halves
+    packed: str = ""
+
+
+class MLPMatch(NamedTuple):
+    """How an MLP, gated MLP or linear with its activation computes, and from which parameters."""
+
+    # the function of ours that it computes
+    pattern: MLPPattern
+    # the state for which that holds
+    guards: Guards
+    # dtypes of the weights for which the match was verified
+    dtypes: tuple[torch.dtype, ...] = ()
+    # dropout rates that must be 0 in training
+    zero_rates: tuple[Rate, ...] = ()
+    # the rate of the dropout of the last linear's input
+    hidden_rate: Rate | None = None
+    # the rate of the dropout of the result
+    result_rate: Rate | None = None
+    # whether that one writes over the result: on a GPU it draws other numbers then
+    writes_result: bool = False
+
+    def reader(self) -> MLPReader:
+        """Return the reader of the match's state and operands in calls."""
+        return MLPReader(self)
+
+
+class MLPReader(Reader):
+    """A match, ready to read a module's state and operands."""
+
+    def __init__(self, match: MLPMatch):
+        pattern = match.pattern
+        rates = [*match.zero_rates, match.hidden_rate, match.result_rate]
+        layers = [
+            path[:-1] for linear in pattern.linears for path in linear[:2] if path is not None
+        ]
+        super().__init__(match.guards, (*layers, *(rate[0] for rate in rates if rate is not None)))
+        self.match = match
+        # the place of the layer with the weight, the weight's name, and the same of the bias
+        self.linears: tuple[Any, ...] = tuple(
+            (self.places[weight[:-1]], weight[-1])
+            + ((None, None) if bias is None else (self.places[bias[:-1]], bias[-1]))
+            for weight, bias, _ in pattern.linears
+        )
+        self.has_dropouts = any(rate is not None for rate in rates)
+        self.has_transposed = any(linear.is_transposed for linear in pattern.linears)
+        # of a linear below an adapter that was fused by itself nothing is usual
+        self.are_usual = not any("base_layer" in path for path in layers)
+        self.levels = LEVELS_OF.get(pattern.kind, ())
+        # of a call at each level, but for chunks and dropouts
+        linears = Linears(PACKED if pattern.packed == "gate" else _LINEARS_OF.get(pattern.kind, ()))
+        self.options = {
+            level: LinearOptions(
+                pattern.kind, pattern.kind, linears, pattern.activation, save=level
+            )
+            for level in self.levels
+        }
+
+    def __reduce__(self) -> Any:
+        return MLPReader, (self.match,)
+
+    def rate(self, parts: list[Any], rate: Rate | None) -> float:
+        """Return the rate by which a dropout drops now; 0 in eval mode, or without a dropout."""
+        if rate is None:
+            return 0.0
+        path, attribute = rate
+        owner = parts[self.places[path]]
+        return getattr(owner, attribute) if owner.training else 0.0
+
+    def operands(
+        self,
+        module: nn.Module,
+        parts: list[Any],
+        is_usual: bool,
+        x: Tensor,
+        sharding: Sharding | None,
+    ) -> list[LinearOperands] | NotFused:
+        """Return the weights and biases of a pattern, or why the call is not the matched one.
+
+        parts, is_usual: as `read` returns them. A first weight with up before gate is cut in two,
+        as programs have gate first.
+        """
+        match = self.match
+        if self.has_dropouts and (obstacle := self._dropout(module, parts, sharding)) is not None:
+            return obstacle
+        if sharding is None and not dispatch.are_plain(x):
+            return fallbacks.fallback_of(x)
+        is_usual = is_usual and self.are_usual and sharding is None
+        is_mixed = False
+        pairs: list[Any] = []
+        for place, name, bias_place, bias_name in self.linears:
+            weight = parts[place]._parameters.get(name)
+            bias = None
+            is_usual = is_usual and type(weight) in PLAIN_TENSORS and weight.dtype in match.dtypes
+            is_mixed = is_mixed or not is_usual or weight.dtype != x.dtype
+            if bias_name is not None:
+                bias = parts[bias_place]._parameters.get(bias_name)
+                is_usual = is_usual and type(bias) in PLAIN_TENSORS
+                is_mixed = is_mixed or not is_usual or bias.dtype != x.dtype
+            pairs.append((weight, bias))
+        if is_usual and is_mixed:
+            is_usual = dispatch.autocast_dtype(x.device) is not None
+        if not (is_usual and dispatch.are_plain(*chain.from_iterable(pairs))):
+            if sharding is not None:
+                pairs = sharded.shards_of(pairs, sharding.mesh)
+            unusual = self._unusual(module, parts, pairs, x)
+            if isinstance(unusual, NotFused):
+                return unusual
+            pairs = unusual
+        elif self.has_transposed:
+            transposed = [linear.is_transposed for linear in match.pattern.linears]
+            pairs = [(w.t() if t else w, b) for t, (w, b) in zip(transposed, pairs, strict=True)]
+        return _gate_first(pairs) if match.pattern.packed == "up" else pairs
+
+    def _dropout(
+        self, module: nn.Module, parts: list[Any], sharding: Sharding | None
+    ) -> NotFused | None:
+        """Return why the dropouts that are on now cannot be fused, None if they can."""
+        match = self.match
+        rates = match.zero_rates
+        if match.hidden_rate is not None and (sharding is not None or not module.training):
+            # on shards a result is dropped after it is summed; and a module that is not in training
+            # may not call a dropout that is
+            rates = (*rates, match.hidden_rate)
+        for path, attribute in rates:
+            if self.rate(parts, (path, attribute)) > 0:
+                return NotFused("dropout", ".".join(path) or attribute)
+        rate = match.result_rate
+        # the recording does not tell which module's mode the forward reads
+        if rate is not None and rate[1] != "p" and len({m.training for m in module.modules()}) > 1:
+            return NotFused("dropout", rate[1])
+        return None
+
+    def _unusual(
+        self, module: nn.Module, parts: list[Any], pairs: list[Any], x: Tensor
+    ) -> list[LinearOperands] | NotFused:
+        """Return the operands of linears, some with adapters or weights of other classes."""
+        operands: list[LinearOperands] = []
+        for number, (weight, bias) in enumerate(pairs):
+            operand = self._unusual_weight(module, parts, number, weight, bias, x=x)
+            if isinstance(operand, NotFused):
+                return operand
+            operands.append((operand, bias))
+        return operands
+
+    def _unusual_weight(
+        self, module: nn.Module, parts: list[Any], number: int, weight: Any, bias: Any, *, x: Tensor
+    ) -> Any:
+        """Return the operand for a linear's weight, or why it cannot run fused as it is now."""
+        match = self.match
+        linear = match.pattern.linears[number]
+        for tensor, path in ((weight, linear.weight), (bias, linear.bias)):
+            is_taken = dispatch.are_plain(tensor) or quantized(tensor) is not None
+            # gone as a parametrization or sharding leaves it, or of another class
+            if path is not None and (tensor is None or not is_taken):
+                return NotFused("weight", ".".join(path))
+        record = quantized(weight)
+        dtype = (record or weight).dtype
+        if dtype not in match.dtypes:
+            return NotFused("dtype", dtype)
+        layer = parts[self.linears[number][0]]
+        is_mixed = dtype != x.dtype or (bias is not None and bias.dtype != x.dtype)
+        is_uncast = is_mixed and dispatch.autocast_dtype(x.device) is None
+        if is_uncast or adapters.casts(layer, x):
+            return NotFused("dtype", x.dtype)
+        path = linear.weight[:-1]
+        name = ".".join(path)
+        outermost = _outermost(module, path)
+        is_adapted = outermost is not layer
+        if is_adapted and outermost is not module and has_hooks(outermost):
+            return NotFused("hook", name)
+        if match.pattern.packed == "up" and number == 0 and (is_adapted or record is not None):
+            return NotFused("packed", name)
+        operand = adapters.adapted(outermost, weight.t() if linear.is_transposed else weight)
+        is_problem = isinstance(operand, str)
+        return NotFused("adapter", f"{name} is {operand}") if is_problem else operand
+
+
+def rates_above_zero(module: nn.Module, match: Any) -> Iterator[Rate]:
+    """Yield the rates for which a module does not run fused in training; none without a match."""
+    for path, attribute in getattr(match, "zero_rates", ()):
+        if getattr(child_at(module, path), attribute, 0) > 0:
+            yield path, attribute
+
+
+def shardable_linears(module: nn.Module, match: MLPMatch) -> list[nn.Module] | str:
+    """Return the modules with a pattern's weights, or why these cannot be sharded."""
+    pattern = match.pattern
+    if match.hidden_rate is not None:
+        path, attribute = match.hidden_rate
+        if getattr(child_at(module, path), attribute):
+            return sharded.DROPS
+    is_transposed = any(linear.is_transposed for linear in pattern.linears)
+    if pattern.kind == "linear_act" or pattern.packed or is_transposed:
+        return f"a {pattern.kind} with packed or transposed weights, or of one linear, stays whole"
+    paths = [linear.weight[:-1] for linear in pattern.linears]
+    layers = [child_at(module, path) for path in paths]
+    for path, layer in zip(paths, layers, strict=True):
+        outer = _outermost(module, path)
+        if type(layer) is not nn.Linear or outer is not layer or has_hooks(layer):
+            return f"{'.'.join(path)} is a {type(outer).__name__} that it has to call"
+    return layers  # type: ignore[return-value]  # linears
+
+
+def _gate_first(operands: list[LinearOperands]) -> list[LinearOperands]:
+    """Cut a first weight with up before gate in two, and put gate first."""
+    (weight, bias), last = operands
+    up, gate = weight.chunk(2)
+    up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
+    return [(gate, gate_bias), (up, up_bias), last]
+
+
+def _outermost(module: nn.Module, path: Path) -> nn.Module:
+    """Return the layer that is called for the linear at a path, adapters around it included."""
+    if not path or adapters.is_lora(module):
+        return module
+    return child_at(module, path[:-1])._modules[path[-1]]  # type: ignore[union-attr,return-value]  # guarded
 
 
 class FusedMLP(Swapped):

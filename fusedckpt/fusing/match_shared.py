@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fuse_report import join_names
+from fusedckpt.fusing.fused_mlps import MLPPattern
 from fusedckpt.fusing.fused_norms import FusedNorm
 from fusedckpt.fusing.lookalikes import (
     child_layers,
     is_transposed,
     looks_like,
 )
-from fusedckpt.fusing.mlp_reader import MLPPattern
 from fusedckpt.fusing.recording import is_activation
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search

@@ -11,7 +11,7 @@ from torch import nn
 from fusedckpt.autograd import private
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing import adapters, reasons, verification
-from fusedckpt.fusing.match_experts import experts_swap, verified_experts
+from fusedckpt.fusing.experts import experts_swap, verified_experts
 from fusedckpt.fusing.match_gated_norms import gated_norm_swap
 from fusedckpt.fusing.match_mlps import lora_swap, mlp_swap, recomputed_swap, swapped_runs
 from fusedckpt.fusing.match_norms import norm_swap

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.mixers_in_run import shared_in_copies
+from fusedckpt.fusing.mixers import shared_in_copies
 from fusedckpt.fusing.recipe_models import has_recipes, obstacle_of_recipes, recipes_on
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.memory import saved_tensors

@@ -24,7 +24,7 @@ from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
 from fusedckpt.fusing.call_state import is_flat, is_noted, modules_in
-from fusedckpt.fusing.mlp_reader import MLPMatch, MLPPattern
+from fusedckpt.fusing.fused_mlps import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks

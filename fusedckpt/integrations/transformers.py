@@ -20,9 +20,9 @@ from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.autograd.phases import default_stock
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
+from fusedckpt.fusing.experts import gating_of, has_experts_parameters
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fuser import fuse
-from fusedckpt.fusing.match_experts import gating_of, has_experts_parameters
 from fusedckpt.fusing.swap import original_of
 from fusedckpt.integrations.first_batch import at_first_batch
 from fusedckpt.kernels.gating import Gating

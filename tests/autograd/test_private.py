@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as stock
 
 import fusedckpt
 from fusedckpt.autograd import private
-from fusedckpt.fusing import mlp_pattern
+from fusedckpt.fusing import match_mlps
 
 # in which names are taken away together, a process each
 GROUPS = 7
@@ -81,7 +81,7 @@ MISSING = {
     # without the variables of torch's: the layer does its work in the recompute
     "closure": (private, "num_wanted", lambda pack: None),
     # fuse leaves what it cannot read
-    "schemas": (mlp_pattern, "schema_of", lambda op: op._no_such_schema),
+    "schemas": (match_mlps, "schema_of", lambda op: op._no_such_schema),
 }
 
 

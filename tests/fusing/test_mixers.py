@@ -19,7 +19,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse
-from fusedckpt.fusing.mixers_in_code import kinds_called
+from fusedckpt.fusing.mixers import kinds_called
 from fusedckpt.state.rng import RandomStates, everywhere
 
 D, T = 16, 12
