@@ -27,7 +27,7 @@ While `fuse` runs (fuser.py):
       |                        rule (accuracy.py), and counts saved bytes
       v
     Swap (swap.py)             the module's new class and attributes
-    or NotFused (reasons.py)   for modules that look like an MLP (lookalikes.py)
+    or NotFused (reasons.py)   for modules that look like one of these
       v
     FuseReport (fuse_report.py)
 

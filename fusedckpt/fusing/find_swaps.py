@@ -17,10 +17,10 @@ from fusedckpt.fusing import adapters, reasons
 from fusedckpt.fusing.experts import has_experts_parameters
 from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_mlps import FusedFeedForward, level_or_inputs, rates_above_zero
-from fusedckpt.fusing.lookalikes import looks_like
 from fusedckpt.fusing.match_mlps import SwappedRun, feed_forward_of, swapped_runs
 from fusedckpt.fusing.match_shared import may_share
-from fusedckpt.fusing.matcher import Matcher, swap_obstacle
+from fusedckpt.fusing.matcher import Matcher
+from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.fusing.tail import tail_of, tail_swap
@@ -110,7 +110,7 @@ class SwapFinder:
         swap = self.matcher.swap_of(mlp, "mlp")
         if not isinstance(swap, Swap) or swap.kind != "mlp":
             return None
-        if swap_obstacle(module, swap.attributes, [module]) is not None:
+        if reasons.of_swap(module, swap.attributes, [module]) is not None:
             return None
         self.report.swap(name, swap.parts[""])
         match = swap.notes["match"]
@@ -136,7 +136,7 @@ class SwapFinder:
         if not isinstance(swap, Swap) or swap.kind != "mlp":
             return None
         swap = tail_swap(parent, tail, swap)
-        if swap_obstacle(parent, swap.attributes, [parent, *mlp.modules()]) is not None:
+        if reasons.of_swap(parent, swap.attributes, [parent, *mlp.modules()]) is not None:
             return None
         self.report.swap(name, swap.parts[tail.mlp[0]])
         return swap
@@ -158,7 +158,7 @@ class SwapFinder:
             if self.search.has(join_names(prefix, name), run.swap.kind)
         }
         # one run that cannot be fused, or is not asked for, leaves all runs as they are
-        obstacle = reasons.of_storage(parent) or swap_obstacle(parent, attributes, fused)
+        obstacle = reasons.of_storage(parent) or reasons.of_swap(parent, attributes, fused)
         if obstacle is None and _overrides_calls(type(parent)):
             obstacle = NotFused("sequential")
         if obstacle is None and len(asked) < len(found_runs):

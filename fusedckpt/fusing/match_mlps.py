@@ -31,9 +31,9 @@ from fusedckpt.fusing.fused_mlps import (
     Rate,
     chunk_words,
 )
-from fusedckpt.fusing.lookalikes import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.match_reader import Guard, Guards, child_at
 from fusedckpt.fusing.outside_code import METHOD
+from fusedckpt.fusing.reasons import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recording import (
     Node,

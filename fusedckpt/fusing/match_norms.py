@@ -21,7 +21,7 @@ from fusedckpt.autograd.dispatch import own_forward
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.fused_norms import FusedNorm, NormMatch, normalized
-from fusedckpt.fusing.lookalikes import looks_like
+from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, guards_of, record
 from fusedckpt.fusing.replica import Draw, replica, takes_one, undisturbed
 from fusedckpt.fusing.swap import Swap, run_forward, subclass

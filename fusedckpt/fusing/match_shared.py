@@ -14,7 +14,7 @@ from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_mlps import MLPPattern
 from fusedckpt.fusing.fused_norms import FusedNorm
-from fusedckpt.fusing.lookalikes import (
+from fusedckpt.fusing.reasons import (
     child_layers,
     is_transposed,
     looks_like,

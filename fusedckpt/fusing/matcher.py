@@ -47,7 +47,7 @@ class Matcher:
         if not isinstance(swap, Swap):
             return swap
         obstacle = _adapter_obstacle(module)
-        obstacle = obstacle or swap_obstacle(module, swap.attributes, [*module.modules()])
+        obstacle = obstacle or reasons.of_swap(module, swap.attributes, [*module.modules()])
         return obstacle or self._verify(adapters.rebuilt(module, adapters.dense), swap)
 
     def _match(self, module: nn.Module, bare: nn.Module, kind: str) -> Swap | NotFused | None:
@@ -66,7 +66,7 @@ class Matcher:
         swap = recomputed_swap(module)
         if swap is None:
             return None
-        if swap_obstacle(module, swap.attributes, [*module.modules()]) is not None:
+        if reasons.of_swap(module, swap.attributes, [*module.modules()]) is not None:
             return None
         verified = self._verify(module, swap)
         if not isinstance(verified, Swap):
@@ -143,15 +143,3 @@ def _adapter_obstacle(module: nn.Module) -> NotFused | None:
     """Return why adapters in a module cannot be fused now, None if they can or there are none."""
     wrappers = ((n, layer) for n, layer in module.named_modules() if adapters.is_lora(layer))
     return next(filter(None, (reasons.of_linear(n or "it", layer) for n, layer in wrappers)), None)
-
-
-def swap_obstacle(
-    module: nn.Module, attributes: dict[str, Any], layers: list[Any]
-) -> NotFused | None:
-    """Return why a module with these attributes and layers cannot be swapped, None if it can."""
-    if "forward" in module.__dict__:
-        return NotFused("forward")
-    name = next((attribute for attribute in attributes if hasattr(module, attribute)), None)
-    if name is not None:
-        return NotFused("attribute", name)
-    return next(filter(None, map(reasons.of_parameters, [module, *layers])), None)

@@ -46,7 +46,6 @@ from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.call_state import CallState, modules_in
 from fusedckpt.fusing.code_names import codes_in, defining_class, names_in
-from fusedckpt.fusing.matcher import swap_obstacle
 from fusedckpt.fusing.recomputed_modules import Recomputed
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.search import Search
@@ -119,7 +118,7 @@ def recomputing_swap(
     reason = reasons.of_storage(module)
     if is_gathered and reason == NotFused("fsdp"):
         reason = None
-    reason = reason or swap_obstacle(module, {}, [])
+    reason = reason or reasons.of_swap(module, {}, [])
     if reason is not None:
         return reason
     part = Part("attention", f"{kind.__name__} -> recomputed{_exceptions(kinds)}", None)
