@@ -37,7 +37,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         r"register_module_(forward|full_backward)\w*hook\(",
         {
             *("checkpointing/determinism.py", "checkpointing/module_calls.py"),
-            *("fusing/fused_calls.py", "fusing/mixers.py", "reporting/timeline.py"),
+            *("fusing/fuse_report.py", "fusing/mixers.py", "reporting/timeline.py"),
         },
     ),
     "set the class of a module": (

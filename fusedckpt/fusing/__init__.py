@@ -29,7 +29,7 @@ While `fuse` runs (fuser.py):
     Swap (swap.py)             the module's new class and attributes
     or NotFused (reasons.py)   for modules that look like one of these
       v
-    FuseReport (fuse_report.py)
+    FuseReport (fuse_report.py); FusedCalls tells reports which modules ran fused in a step
 
 In each call of a swapped module (Swapped in swap.py):
 
@@ -47,6 +47,4 @@ In each call of a swapped module (Swapped in swap.py):
     recipe_models.py
         lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
         dropouts.py, recipe_kernels.py)
-
-fused_calls.py tells reports which modules ran fused in a step.
 """

@@ -18,7 +18,7 @@ from fusedckpt.allocations import profiled
 from fusedckpt.autograd.tracker import choices
 from fusedckpt.checkpointing import offload
 from fusedckpt.fusing.first_step import learn_from
-from fusedckpt.fusing.fused_calls import FusedCalls, FusedModule
+from fusedckpt.fusing.fuse_report import FusedCalls, FusedModule
 from fusedckpt.fusing.recipe_gain import saved_with_recipes
 from fusedckpt.memory import (
     SavedStorage,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from fusedckpt.fusing.fused_calls import FusedModule
+from fusedckpt.fusing.fuse_report import FusedModule
 from fusedckpt.fusing.recipe_gain import words_of_gain
 from fusedckpt.memory import SavedStorage
 from fusedckpt.reporting import recipe_groups
