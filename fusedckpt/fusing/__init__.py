@@ -6,13 +6,14 @@ While `fuse` runs (fuser.py):
 
     model
       | search.py              the modules that the call asks for
-      | find_swaps.py         walks over norms, MLPs, linears, Sequentials and experts
+      | find_swaps.py          walks over norms, MLPs, linears, Sequentials and experts, and decides
+      |                        once for all equal modules
       | mixers.py              finds attention and mixers, by their code or in a run
       | first_step.py          lets modules wait for their first training call
       | fused_heads.py         finds output embeddings of causal models
       | match_shared.py        finds layers that may save a recipe of their input
       v
-    one module (matcher.py): match_norms.py, match_gated_norms.py, match_mlps.py, experts.py
+    one module: match_norms.py, match_gated_norms.py, match_mlps.py, experts.py
       | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
       |                        state outside of the module that its code writes is put back
       |                        (outside_state.py)
@@ -33,7 +34,7 @@ While `fuse` runs (fuser.py):
 
 In each call of a swapped module (Swapped in swap.py):
 
-    fused_norms.py, fused_gated_norms.py, fused_mlps.py, experts.py, tail.py
+    fused_norms.py, fused_gated_norms.py, fused_mlps.py, experts.py
         read the state and the weights as they are now, by a reader that the match is compiled to
         (match_reader.py; of linears adapters.py), and call a function of `functional`; or return a
         NotFused, which is noted, and the original runs

@@ -9,7 +9,7 @@ why the call cannot run fused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -309,6 +309,46 @@ class FusedMLP(Swapped):
         more = [] if self.chunks is None else [f"chunks={self.chunks}"]
         now = f"fused as {pattern.kind}, activation={pattern.activation}", f"save={self.save}"
         return ", ".join([*now, *more])
+
+
+class Tail(NamedTuple):
+    """The names of the layers of a Sequential with an MLP behind its first ones, in order."""
+
+    # called before the MLP
+    before: tuple[str, ...]
+    # of the MLP, its first linear first
+    mlp: tuple[str, ...]
+    # called after it
+    after: tuple[str, ...]
+
+
+class FusedTail(FusedMLP):
+    """Forward of a Sequential with an MLP behind other layers; that runs fused."""
+
+    def _fused(self, x: Tensor) -> Tensor | NotFused:
+        tail = self._fusedckpt.tail
+        if tuple(self._modules) != (*tail.before, *tail.mlp, *tail.after):
+            return NotFused("child", "a layer")
+        n: Any = self._called(tail.before, x)
+        y: Any = super()._fused(n) if isinstance(n, Tensor) else NotFused("arguments")
+        if isinstance(y, NotFused):
+            # noted here, as the layers before have run
+            fallbacks.note_fallback(self, y)
+            y = self._original(n)
+        return self._called(tail.after, y)
+
+    def _original(self, x: Any) -> Any:
+        return self._called(self._fusedckpt.tail.mlp, x)
+
+    def _called(self, names: Sequence[str], x: Any) -> Any:
+        for name in names:
+            layer: Any = self._modules[name]
+            x = layer(x)
+        return x
+
+    def linears_to_shard(self) -> list[nn.Module] | str:
+        """Return why its weights must stay whole."""
+        return "an MLP behind other layers of a Sequential stays whole"
 
 
 class FusedFeedForward(nn.Module):

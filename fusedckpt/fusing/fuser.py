@@ -15,12 +15,11 @@ from fusedckpt.autograd import arguments, levels
 from fusedckpt.autograd.levels import LEVELS
 from fusedckpt.blocks import validate
 from fusedckpt.deprecated import renamed_arguments
-from fusedckpt.fusing.find_swaps import SwapFinder
+from fusedckpt.fusing.find_swaps import Matcher, SwapFinder
 from fusedckpt.fusing.first_step import find_waiting, stopped_waiting
 from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fused_heads import find_heads
 from fusedckpt.fusing.match_shared import find_shared
-from fusedckpt.fusing.matcher import Matcher
 from fusedckpt.fusing.mixers import arguments_of, find_mixers
 from fusedckpt.fusing.recipe_gain import gain_on_batch
 from fusedckpt.fusing.recipe_models import find_recipe_model
