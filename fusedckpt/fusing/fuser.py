@@ -21,8 +21,7 @@ from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fused_heads import find_heads
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.mixers import arguments_of, find_mixers
-from fusedckpt.fusing.recipe_gain import gain_on_batch
-from fusedckpt.fusing.recipe_models import find_recipe_model
+from fusedckpt.fusing.recipe_models import find_recipe_model, gain_on_batch
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.swap import made_of, original_of, undo
 from fusedckpt.layers import fallbacks

@@ -19,7 +19,7 @@ from fusedckpt.autograd.tracker import choices
 from fusedckpt.checkpointing import offload
 from fusedckpt.fusing.first_step import learn_from
 from fusedckpt.fusing.fuse_report import FusedCalls, FusedModule
-from fusedckpt.fusing.recipe_gain import saved_with_recipes
+from fusedckpt.fusing.recipe_models import saved_with_recipes
 from fusedckpt.memory import (
     SavedStorage,
     SavedTensors,

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from fusedckpt.fusing.fuse_report import FusedModule
-from fusedckpt.fusing.recipe_gain import words_of_gain
+from fusedckpt.fusing.recipe_models import words_of_gain
 from fusedckpt.memory import SavedStorage
 from fusedckpt.reporting import recipe_groups
 from fusedckpt.reporting.tables import Row, size, table
