@@ -56,7 +56,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         r"torch\.(equal|allclose)\(|torch, \"hash_tensor\"",
         {
             *("checkpointing/determinism.py", "fusing/fused_heads.py", "fusing/experts.py"),
-            *("fusing/match_norms.py", "fusing/mixers.py", "fusing/written_tensors.py"),
+            *("fusing/mixers.py", "fusing/verification.py", "fusing/written_tensors.py"),
             *("reporting/trial.py", "state/rng.py"),
         },
     ),

@@ -13,19 +13,20 @@ While `fuse` runs (fuser.py):
       | fused_heads.py         finds output embeddings of causal models
       | match_shared.py        finds layers that may save a recipe of their input
       v
-    one module: match_norms.py, match_gated_norms.py, match_mlps.py, experts.py
+    one module: norms.py, match_mlps.py, experts.py
       | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
       |                        state outside of the module that its code writes is put back
       |                        (outside_state.py)
-      | match_mlps.py          recognizes products and the activation between them; norms are
-      |                        recognized by their numbers
+      | match_mlps.py          recognizes products and the activation between them; of a
+      |                        norm the rules are proposed that may give its numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
       |                        (match_reader.py): the state for which that holds, and the values
       |                        outside (outside_reads.py) that its code reads, as the code that ran
       |                        names them (code_watch.py, code_names.py, outside_code.py)
-      | verification.py        compares outputs and gradients of replicas (replica.py) by the error
-      |                        rule (accuracy.py), and counts saved bytes
+      | verification.py        decides: runs replicas (replica.py), compares a norm's numbers with
+      |                        those of rules, and outputs and gradients by the error rule
+      |                        (accuracy.py), and counts saved bytes
       v
     Swap (swap.py)             the module's new class and attributes
     or NotFused (reasons.py)   for modules that look like one of these
@@ -34,7 +35,7 @@ While `fuse` runs (fuser.py):
 
 In each call of a swapped module (Swapped in swap.py):
 
-    fused_norms.py, fused_gated_norms.py, fused_mlps.py, experts.py
+    norms.py, fused_mlps.py, experts.py
         read the state and the weights as they are now, by a reader that the match is compiled to
         (match_reader.py; of linears adapters.py), and call a function of `functional`; or return a
         NotFused, which is noted, and the original runs

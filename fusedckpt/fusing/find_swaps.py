@@ -26,7 +26,6 @@ from fusedckpt.fusing.fused_mlps import (
     level_or_inputs,
     rates_above_zero,
 )
-from fusedckpt.fusing.match_gated_norms import gated_norm_swap
 from fusedckpt.fusing.match_mlps import (
     SwappedRun,
     feed_forward_of,
@@ -35,8 +34,8 @@ from fusedckpt.fusing.match_mlps import (
     recomputed_swap,
     swapped_runs,
 )
-from fusedckpt.fusing.match_norms import norm_swap
 from fusedckpt.fusing.match_shared import may_share
+from fusedckpt.fusing.norms import norm_swap
 from fusedckpt.fusing.outside_reads import is_simple
 from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.search import Search
@@ -79,7 +78,7 @@ class Matcher:
 
     def _match(self, module: nn.Module, bare: nn.Module, kind: str) -> Swap | NotFused | None:
         if kind == "norm":
-            return gated_norm_swap(bare) or norm_swap(bare)
+            return norm_swap(bare)
         if kind == "experts":
             return experts_swap(module, self.save, self.chunks)
         if kind == "linear":

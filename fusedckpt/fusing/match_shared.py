@@ -13,7 +13,7 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fuse_report import join_names
 from fusedckpt.fusing.fused_mlps import MLPPattern
-from fusedckpt.fusing.fused_norms import FusedNorm
+from fusedckpt.fusing.norms import FusedNorm
 from fusedckpt.fusing.reasons import (
     child_layers,
     is_transposed,

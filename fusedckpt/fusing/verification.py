@@ -1,17 +1,20 @@
-"""Verify a swap: compare outputs and gradients with the original's, and count bytes saved by both.
+"""Verify what was proposed for a module: a rule that it may compute by, or its swap.
 
-Replicas run, on random numbers; the module itself does not.
+Of several rules `best_rule` returns the one that gives a module's results in most dtypes, by bits
+where these tell rules apart. `difference` compares outputs and gradients of a swap with the
+original's by the error rule, and `saved_per_token` counts the bytes that both save. Replicas run,
+on random numbers; the module itself does not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +26,7 @@ from fusedckpt.fusing.accuracy import FEWEST, FLOOR, Errors
 from fusedckpt.fusing.match_reader import Guards, child_at
 from fusedckpt.fusing.replica import Draw, Path, replica, undisturbed
 from fusedckpt.fusing.swap import Swap
+from fusedckpt.kernels.runtime import HALF
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import saved_tensors
 
@@ -32,6 +36,127 @@ SCALES = (1.0, 10.0, 100.0, 1000.0)
 _ROUNDINGS = 4
 # of a measurement of bytes: so many that the seeds of a call are less than a byte per token
 _TOKENS = 64
+# those in which a rule is tried
+CHECKED_DTYPES = (*HALF, torch.float32, torch.float64)
+# of elements that may differ by a rounding: a rule that rounds elsewhere differs in a tenth of them
+_STRAYS = 1 / 50
+# of each input, and of the weights
+Dtypes = tuple[torch.dtype, ...]
+
+
+class Rule(Protocol):
+    """A record of how a module may compute."""
+
+    @property
+    def dtypes(self) -> tuple[Dtypes, ...]:
+        """The dtypes in which it was proven."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its bits tell it from other rules; else its results obey the error rule."""
+        ...
+
+    def result(self, module: nn.Module, inputs: Sequence[Tensor], weights: Any) -> Tensor | None:
+        """Return its result, None where it takes no such dtypes; weights: by their names."""
+
+    def _replace(self, **changes: Any) -> Any: ...
+
+
+_Rule = TypeVar("_Rule", bound=Rule)
+
+
+class RuleTrial:
+    """One draw, on which a module and rules for it run in any dtypes.
+
+    inputs: in float64; values: of parameters in float64, by their ids; dtypes: those to prove.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Sequence[Tensor],
+        values: Mapping[int, Tensor],
+        dtypes: Sequence[Dtypes],
+    ):
+        self.module = module
+        self.inputs = inputs
+        self.dtypes = dtypes
+        self._values = values
+
+    def all_of(self, dtype: torch.dtype) -> Dtypes:
+        """Return one dtype for all inputs and the weights."""
+        return (dtype,) * (len(self.inputs) + 1)
+
+    def result(self, dtypes: Dtypes) -> Tensor | None:
+        """Return the module's result, None where it raises or returns no tensor."""
+        *of_inputs, of_weights = dtypes
+        clone = replica(self.module, lambda p, _: self._values[id(p)].to(of_weights))
+        with undisturbed("cpu"), torch.no_grad():
+            try:
+                y = type(clone).forward(clone, *_cast(self.inputs, of_inputs))
+            except Exception:  # arbitrary code of others, in dtypes that it may not take
+                return None
+        return y if isinstance(y, Tensor) else None
+
+    def result_of(self, rule: Rule, dtypes: Dtypes) -> Tensor | None:
+        """Return a rule's result, None where it takes no such dtypes."""
+        *of_inputs, of_weights = dtypes
+        parameters = self.module._parameters.items()
+        weights = {
+            n: None if p is None else self._values[id(p)].to(of_weights) for n, p in parameters
+        }
+        with undisturbed("cpu"), torch.no_grad():
+            return rule.result(self.module, _cast(self.inputs, of_inputs), weights)
+
+    @cached_property
+    def _truth(self) -> Tensor | None:
+        return self.result(self.all_of(torch.float64))
+
+    def is_close(self, rule: Rule) -> bool:
+        """Whether a rule gives the module's result in float32, up to rounding."""
+        dtypes = self.all_of(torch.float32)
+        return _are_same(self.result_of(rule, dtypes), self.result(dtypes))
+
+    def holds(self, rule: Rule, dtypes: Dtypes, expected: Tensor | None) -> bool:
+        """Whether a rule gives a module's result: its bits, or as close to the truth."""
+        result = self.result_of(rule, dtypes)
+        if rule.is_exact:
+            return _are_same(result, expected)
+        if result is None or expected is None or self._truth is None:
+            return False
+        errors = Errors(result.dtype)
+        errors.add(result, expected, self._truth)
+        return errors.problem() is None
+
+
+def best_rule(trial: RuleTrial, rules: Iterable[_Rule]) -> _Rule | None:
+    """Return the rule that holds in most dtypes, float32 among them, with these; None for none."""
+    expected = {dtypes: trial.result(dtypes) for dtypes in trial.dtypes}
+    best = None
+    for rule in rules:
+        proven = tuple(dtypes for dtypes, y in expected.items() if trial.holds(rule, dtypes, y))
+        # half precision alone proves little: it rounds away how a rule differs
+        is_proven = trial.all_of(torch.float32) in proven
+        if is_proven and (best is None or len(proven) > len(best.dtypes)):
+            best = rule._replace(dtypes=proven)
+    return best
+
+
+def _cast(inputs: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
+    return [x.to(dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
+
+
+def _are_same(result: Tensor | None, expected: Tensor | None) -> bool:
+    """Whether two results are equal: in half precision but for stray roundings, else nearly."""
+    if result is None or expected is None:
+        return False
+    if result.shape != expected.shape or result.dtype != expected.dtype:
+        return False
+    if result.dtype in HALF:
+        return (result != expected).double().mean().item() <= _STRAYS
+    tolerance = 8 * torch.finfo(result.dtype).eps
+    return torch.allclose(result, expected, rtol=tolerance, atol=tolerance)
 
 
 def difference(module: nn.Module, swap: Swap) -> NotFused | None:

@@ -36,7 +36,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.fused_norms import FusedNorm
+from fusedckpt.fusing.norms import FusedNorm
 from fusedckpt.fusing.shared_layers import SharedNorm
 from fusedckpt.fusing.swap import subclass
 
