@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
@@ -99,53 +100,41 @@ class SaveSpec:
         self.constant = constant
 
 
+@dataclass(eq=False, repr=False)
 class LayerCall:
     """A checked call, made once for calls that are alike."""
 
-    def __init__(
-        self,
-        name: str,
-        program: Program,
-        layouts: tuple[Layout, ...],
-        metas: Sequence[Any],
-        *,
-        quantized_params: tuple[int, ...] = (),
-        level: str = "inputs",
-        level_in_checkpoint: str | None = None,
-        chunks: int = 1,
-        is_unwatched: bool = False,
-        input_dtype: torch.dtype | None = None,
-        adds_residual_outside: bool = False,
-        num_seeds: int = 0,
-        store: str | None = None,
-        may_round: bool = False,
-    ):
-        # the function or class, for errors
-        self.name = name
-        self.program = program
-        # how kernels take each parameter
-        self.layouts = layouts
-        # shapes, dtypes and devices of inputs and parameters, None for absent ones
-        self.metas = metas
-        # numbers of the parameters that are no tensors
-        self.quantized_params = quantized_params
-        # its save level
-        self.level = level
-        # its level in a checkpoint, None for that of the phase
-        self.level_in_checkpoint = level_in_checkpoint
-        # into how many chunks of rows it is cut
-        self.chunks = chunks
-        # whether nothing traces or watches ops
-        self.is_unwatched = is_unwatched
-        # the dtype that x is cast to first, None for none
-        self.input_dtype = input_dtype
-        # whether x is added to the result outside, in another dtype
-        self.adds_residual_outside = adds_residual_outside
-        # how many seeds its dropouts draw
-        self.num_seeds = num_seeds
-        # how it keeps x, None for as it is, and whether `saving` may say so
-        self.store = store
-        self.may_round = may_round
+    # the function or class, for errors
+    name: str
+    program: Program
+    # how kernels take each parameter
+    layouts: tuple[Layout, ...]
+    # shapes, dtypes and devices of inputs and parameters, None for absent ones
+    metas: Sequence[Any]
+    _: KW_ONLY
+    # numbers of the parameters that are no tensors
+    quantized_params: tuple[int, ...] = ()
+    # its save level
+    level: str = "inputs"
+    # its level in a checkpoint, None for that of the phase
+    level_in_checkpoint: str | None = None
+    # into how many chunks of rows it is cut
+    chunks: int = 1
+    # whether nothing traces or watches ops
+    is_unwatched: bool = False
+    # the dtype that x is cast to first, None for none
+    input_dtype: torch.dtype | None = None
+    # whether x is added to the result outside, in another dtype
+    adds_residual_outside: bool = False
+    # how many seeds its dropouts draw
+    num_seeds: int = 0
+    # how it keeps x, None for as it is, and whether `saving` may say so
+    store: str | None = None
+    may_round: bool = False
+
+    def __post_init__(self) -> None:
+        """Derive the facts that a call reads from the program."""
+        program = self.program
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1
         begins_with_norm = isinstance(program.steps[0].op, Norm)
@@ -158,9 +147,10 @@ class LayerCall:
         late = [step.params[0] for step in program.steps if getattr(step.op, "is_late", False)]
         self.late = tuple([self.num_inputs + n for n in late if n is not None])
         self.names = (*program.inputs, *range(len(program.params)))
-        self.dtypes = tuple([None if meta is None else meta.dtype for meta in metas])
+        self.dtypes = tuple([None if meta is None else meta.dtype for meta in self.metas])
         # the name by which ops find it: a description, and a number, as shapes are not described
-        self.key = f"{name} #{next(_numbers)}: {(program, layouts, self.dtypes, chunks)!r}"
+        description = program, self.layouts, self.dtypes, self.chunks
+        self.key = f"{self.name} #{next(_numbers)}: {description!r}"
         CALLS[self.key] = self
         # by the gradients that may be wanted, and a phase's levels
         self.save_specs: dict[tuple[Flags, PhaseLevels | None], SaveSpec] = {}
