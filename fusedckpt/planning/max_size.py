@@ -17,7 +17,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -233,38 +233,14 @@ def find_max_size(
     limits = [bytes_of(_NAME, card, torch.device("cpu")) for card in cards]
     _check(factory, limits, grows, step, ways, slack)
     sizes = {"batch": batch, "seq": seq}
+    steps = _Steps(factory, grows, step, sizes, dtype, optimizer, torch.device(device), accumulate)
     measuring = None if measure is None else _measuring_device(measure, limits)
-
-    def make(size: int, on: torch.device = META) -> MadeModel:
-        grown = sizes if grows == "factory" else sizes | {grows: size}
-        calls = functools.partial(factory, size) if grows == "factory" else factory
-        return made_by_factory(_NAME, calls, **grown, dtype=dtype, optimizer=optimizer, device=on)
-
-    def peaks_of(way: str, on: torch.device = META) -> Peaks:
-        trained = make(step, on)
-        WAYS[way](trained.model)
-
-        def peak(size: int) -> int:
-            if grows != "factory":
-                grown = sizes | {grows: size}
-                made = trained.resized(grown["batch"], grown["seq"])
-            elif size != step:
-                made = make(size, on)
-                WAYS[way](made.model)
-            else:
-                made = trained
-            if on == META:
-                return made.estimated(torch.device(device), accumulate=accumulate).peak_bytes
-            return _measured_peak(made, accumulate)
-
-        return Peaks(peak, step)
-
-    first = make(step)
+    first = steps.made(step)
     largest: list[MaxSize] = []
     left: dict[str, str] = {}
     for way in ways:
         try:
-            peaks = peaks_of(way)
+            peaks = steps.peaks(way)
         except NotApplicable as reason:
             left[way] = str(reason)
             continue
@@ -272,7 +248,7 @@ def find_max_size(
         if measuring is None:
             largest += estimates
             continue
-        peaks = peaks_of(way, measuring)
+        peaks = steps.peaks(way, measuring)
         for estimate in estimates:
             largest.append(_largest(peaks, way, estimate.card_bytes, slack, estimate))
     return MaxSizes(
@@ -286,6 +262,57 @@ def find_max_size(
         left=left,
         measured_on="" if measuring is None else str(measuring),
     )
+
+
+class _Steps(NamedTuple):
+    """The training steps of a factory's model, by the size that grows."""
+
+    factory: Callable[..., Any]
+    # "factory", "seq" or "batch"
+    grows: str
+    # the first size
+    step: int
+    # of the inputs, by dimension: "batch" and "seq"
+    sizes: Mapping[str, int | None]
+    # the default dtype while the factory runs
+    dtype: torch.dtype | None
+    # a class of torch.optim, None for none
+    optimizer: str | None
+    # of the cards
+    device: torch.device
+    # whether gradients exist when a step begins
+    accumulate: bool
+
+    def made(self, size: int, on: torch.device = META) -> MadeModel:
+        """Return the factory's model and inputs of a size."""
+        by_factory = self.grows == "factory"
+        calls = functools.partial(self.factory, size) if by_factory else self.factory
+        sizes = self.sizes if by_factory else self._grown(size)
+        options = {**sizes, "dtype": self.dtype, "optimizer": self.optimizer}
+        return made_by_factory(_NAME, calls, **options, device=on)
+
+    def _grown(self, size: int) -> dict[str, int | None]:
+        return {**self.sizes, self.grows: size}
+
+    def peaks(self, way: str, on: torch.device = META) -> Peaks:
+        """Return the peaks of steps in one way: estimated, or measured on another device."""
+        trained = self.made(self.step, on)
+        WAYS[way](trained.model)
+
+        def peak(size: int) -> int:
+            if self.grows != "factory":
+                sizes = self._grown(size)
+                made = trained.resized(sizes["batch"], sizes["seq"])
+            elif size != self.step:
+                made = self.made(size, on)
+                WAYS[way](made.model)
+            else:
+                made = trained
+            if on == META:
+                return made.estimated(self.device, accumulate=self.accumulate).peak_bytes
+            return _measured_peak(made, self.accumulate)
+
+        return Peaks(peak, self.step)
 
 
 def _measuring_device(name: str, limits: Sequence[int]) -> torch.device:
