@@ -170,14 +170,20 @@ def fuse(
     if example_inputs is None:
         # the outermost class of the model
         find_waiting(model, search, former)
-    for module, swap in search.swaps:
-        swap.storing(store).apply(module)
-    if store is not None:
-        search.report.notes.append(f"store={store!r}: inputs are kept in nine bits a value")
+    _apply(search)
     if example_inputs is not None and not recompute_elementwise:
         gain = gain_on_batch(model, *arguments_of(example_inputs))
         search.report.notes.extend([gain] if gain else [])
     return search.report
+
+
+def _apply(search: Search) -> None:
+    """Change the classes of the modules that were found."""
+    store = search.store
+    for module, swap in search.swaps:
+        swap.storing(store).apply(module)
+    if store is not None:
+        search.report.notes.append(f"store={store!r}: inputs are kept in nine bits a value")
 
 
 def unfuse(model: nn.Module) -> nn.Module:
