@@ -101,12 +101,15 @@ def test_kernelize_trains_a_model_with_its_norms(folder, modes):
 def test_a_norm_and_its_mlp_become_one_layer(folder, monkeypatch, request, tmp_path):
     """By transformers' own mapping, from a checkpoint, whose names stay."""
     kernels = the_library()
-    # transformers imports all its models to find the one
-    pytest.importorskip("torchvision")
     from transformers import LlamaForCausalLM, conversion_mapping, monkey_patching
     from transformers.integrations import hub_kernels
     from transformers.utils.kernel_config import KernelConfig
 
+    # transformers asks every module for its names: these import all image processors, and those
+    # torchvision
+    for name, module in [*sys.modules.items()]:
+        if name.startswith("transformers.") and getattr(module, "__file__", "") is None:
+            monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(conversion_mapping, "_checkpoint_conversion_mapping_cache", None)
     request.addfinalizer(monkey_patching.clear_patch_mapping)
     fusion = getattr(hub_kernels, "register_kernel_replacements_and_fusions", None)
