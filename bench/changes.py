@@ -23,7 +23,7 @@ COLUMNS |= {name: itemgetter(name) for name in ("what", "before", "after", "chan
 def _change(name: str, what: str, before: float, after: float) -> Row:
     values = {"before": significant(before), "after": significant(after)}
     share = f"{after / before - 1:+.1%}" if before else ""
-    # of what fits, more is better
+    # more tokens or layers that fit are better
     is_worse = (after > before) != (what in ("fits", "depth"))
     return {"name": name, "what": what, **values, "change": share, "": "worse" if is_worse else ""}
 

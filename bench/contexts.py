@@ -228,7 +228,7 @@ class Model(NamedTuple):
 
     title: str
     factory: Callable[..., Any]
-    # what grows, see `find_max_size`
+    # the name of the size that grows, see `find_max_size`
     grows: str = "seq"
 
 

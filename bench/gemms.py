@@ -6,7 +6,7 @@ loop in the tensor cores, in issuing, and in reading L2. A multiprocessor that h
 time runs its main loop, then its epilogue; one that holds several overlaps them.
 
 The last two columns are shares of the speed of a GEMM whose tensor cores always work, as the
-vendor's at its best: the most that a tile reaches, and what it needs so that a fused GEMM takes no
+vendor's at its best: the most that a tile reaches, and the share at which a fused GEMM takes no
 longer than the vendor's and our elementwise kernel. No time is predicted.
 """
 
@@ -142,7 +142,7 @@ class Fit(NamedTuple):
         step = self.step()
         work = self.steps * max(step.values())
         beside = self.epilogue() + 1e3 * LATENCY * self.card.clock
-        # a further tile's main loop covers the epilogue, but for what its units do
+        # a further tile's main loop covers the epilogue, except the work of the epilogue's units
         clocks = work + beside if self.together == 1 else max(work, beside)
         return self.steps * step["tensor"] / clocks * self.busy * self.used
 

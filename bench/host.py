@@ -1,11 +1,13 @@
-"""Compare the time that the host takes for a layer: its thread's, forward and backward.
+"""Compare the host's time for forward and backward of a layer.
 
-A GPU waits for its host where a layer has few tokens. The CPU time of one thread is taken, on which
-backward runs, too; all implementations of a case run in turns, and the least of all repetitions
-counts, so that other load hardly does. Beside it the launches, the waits for the device, and the
-tokens from which on the device's time covers the host's. The device's time is arithmetic: FLOPs of
-eager's GEMMs at --tflops, and each input, result and gradient read or written once at --tbytes.
-What an implementation recomputes is left out: it covers more of the host's time.
+A GPU waits for its host where a layer has few tokens. The time is the CPU time of one thread, which
+runs forward and backward. All implementations of a case run in turns, and the minimum of all
+repetitions is reported, so other load on the machine hardly matters. A row also has the launches,
+the waits for the device, and the tokens from which on the device's time covers the host's.
+
+The device's time is arithmetic: FLOPs of eager's GEMMs at --tflops, and each input, result and
+gradient read or written once at --tbytes. Recomputed work is left out: it covers more of the host's
+time.
 """
 
 from __future__ import annotations
@@ -177,7 +179,7 @@ def _functions(
             continue
         leaves = inputs[1:]
         with suppress(Exception):
-            # what fails here fails again when it is called
+            # an implementation that fails here fails again when it is called
             if implementation.pack is not None and implementation.failure is None:
                 leaves = list(implementation.pack(inputs))[1:]
         fn = partial(_with_x_first, implementation.fn, leaves)

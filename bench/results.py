@@ -22,7 +22,7 @@ MIB = 2**20
 # in every row: the case and the machine, how it ended, and the numbers of all commands
 _SHARED = ("command", "case", "name", "failure", "is_wrong", "dtype", "device", "date", "commit")
 _SHARED += ("torch", "both_ms", "saved_bytes", "peak_bytes")
-# beside those of `bench run` at a number of tokens: what its tables need
+# fields that only rows of `bench run` at a number of tokens have, for its tables
 _RUN = ("size", "dim", "hidden", "kv", "seq", "tokens", "flops", "bytes", "errors", "is_graph")
 _RUN += ("forward_ms", "backward_ms", "backward_peak_bytes", "matmul_tflops", "copy_gbytes")
 # settings that the rows of a case have in common, by which results are compared

@@ -121,7 +121,7 @@ def run_eager(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 def run_rounded(rounded: Callable[[Tensor], Tensor], layer: nn.Module, x: Tensor) -> Tensor:
-    """Run a layer in a checkpoint that keeps its input rounded: hooks see that alone."""
+    """Run a layer in a checkpoint that keeps its input rounded: hooks see only the input."""
     with saved_tensors_hooks(rounded, lambda saved: saved):
         return checkpoint(layer, x)
 

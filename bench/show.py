@@ -236,7 +236,7 @@ def columns_of(rows: Rows) -> Columns:
         return contexts.COLUMNS
     known = {name for row in rows for name, value in row.items() if value is not None}
     is_run = first["command"] == "run"
-    # what counts bytes alone has no times
+    # a command that counts only bytes has no times
     has_times = any(is_timed(row) or row["failure"] for row in rows)
 
     def ms(what: str) -> Callable[[Row], str]:

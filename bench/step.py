@@ -2,7 +2,7 @@
 
 Layers of four models in bfloat16, of 8,192 tokens, trained in six ways, on cards that are not
 there: predicted, not measured. A layer takes a training call of a few tokens on the CPU, in which
-`fuse` looks at it, and then a step on meta tensors, whose ops and launches are seen.
+`fuse` looks at it, and then a step on meta tensors, of which ops and launches are counted.
 
 - GEMMs and attention: FLOPs at a rate that is assumed, see RATES; attention with a causal mask does
   half of them.
@@ -206,7 +206,7 @@ class Cost:
     # us of our kernels
     kernel_us: float = 0.0
     num_kernels: int = 0
-    # of them launches that the model gives no time, whose bytes count
+    # launches that the model gives no time: their bytes count
     num_untimed: int = 0
 
     def gemms_us(self, card: Card) -> float:

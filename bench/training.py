@@ -187,7 +187,7 @@ def _weighed(member: Trial, first: Trial, forward_flops: int, shown: Container[s
     way = member.way
     if way.is_compiled:
         work.once(way.run)
-    # the counter does not see what compiled code calls
+    # the counter does not see the calls of compiled code
     flops = None if way.is_compiled else work.flops(way.run)
     report = work.report(way.run)
     facts = {

@@ -1,8 +1,8 @@
 """Every activation: its Triton value and gradient, its ATen form, its names.
 
 To add an activation, write its device function `<name>(z, dh, EXACT) -> (h, dz)` in float32, and
-add a row to ACTIVATIONS; functions, modules, fusing and tests read the table. A kernel that reads h
-alone compiles without the derivative. EXACT: to the last digits, for results that stay in float32;
+add a row to ACTIVATIONS; functions, modules, fusing and tests read the table. A kernel that reads
+only h compiles without the derivative. EXACT: to the last digits, for results that stay in float32;
 else to the digits of half precision, in fewer registers. Selections treat NaN and inf as torch
 does: a zero derivative stops an inf in dh.
 """

@@ -64,7 +64,7 @@ def statistics_grad(
 def _join_equals(ids: Tensor, logp: Tensor, d_logp: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return sorted ids, with one log p and one sum of gradients for all equal ones of a row.
 
-    So equal ids store equal bits, in whatever order, and sums have the same order in each run.
+    So equal ids store equal bits in any order, and sums have the same order in each run.
     """
     ids, order = ids.sort(stable=True, dim=1)
     first = torch.searchsorted(ids, ids)

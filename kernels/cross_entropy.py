@@ -82,10 +82,10 @@ def exp_of(x):
 
 @triton.jit
 def place_of(row, n, ODD: tl.constexpr):
-    """Return where the vectors begin that hold a row, and how many elements lie before it there.
+    """Return the start of the first vector of a row, and the elements in it before the row.
 
-    A row of an odd number of classes may begin within a vector: its ends alone are masked, as a
-    masked load takes an element at a time there.
+    A row of an odd number of classes may begin within a vector. Only its two ends are masked, as a
+    masked load of such a row reads one element at a time.
     """
     first = row * n
     shift = 0

@@ -286,7 +286,7 @@ def gated_norm_grad_kernel(
     """Compute the gradients of some tiles of rows of one group, and their sums of dw in registers.
 
     `t` is a GatedNormGrad. A tile's loads are under way while the tile before it is worked on. A
-    tile has CHUNKS blocks of columns: what only a block needs takes registers one after another.
+    tile has CHUNKS blocks of columns: values that only one block needs reuse the registers.
     """
     first = tl.program_id(1) * n
     per_row = 1.0 / n

@@ -250,7 +250,7 @@ def _launch_gate(
 
 
 def _pair(z: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return gate and up as kernels take them: z alone, where they are its columns in turn."""
+    """Return the kernels' operands of gate and up: only z where they are its columns in turn."""
     return (z, None) if gate.stride(1) == 2 else (gate, up)
 
 

@@ -1,7 +1,7 @@
 """Kernels with later launches that skip Triton's search for the compiled code.
 
 At every launch Triton binds and specializes all arguments and looks the compiled code up by a long
-string: 9 us of the host on one core, where the launch alone takes 1.5. Compiled code depends on
+string: 9 us of the host on one core, where the launch itself takes 1.5. Compiled code depends on
 dtypes, on whether addresses are multiples of 16, on integers, constants and options. So a launch is
 remembered by these, integers and constants by type and value, for addresses that all are. The first
 of its kind is Triton's own; so is any that is unusual: another address, an argument of a class that

@@ -108,7 +108,7 @@ def row_sums(a, b, c):
 
 @triton.jit
 def as_loaded(value, HOLDS: tl.constexpr):
-    """Return a value, or None, of which the compiler knows nothing; for NVIDIA's GPUs alone.
+    """Return a value, or None, and hide where it comes from; only on NVIDIA's GPUs.
 
     It waits for a reduction in its own dtype then, not as float32, which takes twice the registers.
     """

@@ -3,7 +3,7 @@
     python -m bench.examples.budget
 
 Prints where the memory of a step goes by module; then a plan for half of the activations between
-the least and the most: which units run their forward again, and what that costs. The measured peak
+the least and the most: the units that run their forward again, and their cost. The measured peak
 is at most the budget. Two pictures are written: memory through a step, and time against memory.
 """
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: a step saves the tokens once, whatever the number of experts.
+"""Mixtures of experts: a step saves the tokens once, for any number of experts.
 
     python -m bench.examples.moe
 

@@ -25,5 +25,5 @@ ZOO: Mapping[str, Model] = {
     **ENCODERS,
     **AUDIO,
 }
-# blocks of public repositories, by what they are like
+# blocks of public repositories, by kind
 OWN: Mapping[str, Model] = {**OWN_TRANSFORMERS, **OWN_NETS}

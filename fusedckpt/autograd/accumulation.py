@@ -151,7 +151,7 @@ class Sums(NamedTuple):
     hooked: frozenset[int]
 
     def returned(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return what autograd gets: no gradient where it was added in place."""
+        """Return the gradients for autograd: None where a gradient was added in place."""
         returned = list(gradients)
         for place, total in self.totals.items():
             if returned[place] is total:

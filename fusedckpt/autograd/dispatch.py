@@ -136,16 +136,16 @@ _OVERRIDES = ("__torch_function__", "__torch_dispatch__")
 
 
 def is_plain(kind: type[Tensor]) -> bool:
-    """Whether tensors of a class are as any other: it says nothing about ops on them."""
+    """Whether a tensor class overrides no op."""
     if kind is Tensor or kind is nn.Parameter or kind.__name__ in _TRANSPARENT:
         return True
     return all(getattr(kind, hook) is getattr(nn.Parameter, hook) for hook in _OVERRIDES)
 
 
 def are_plain(*values: Any) -> bool:
-    """Whether ours can take these tensors: dense ones, of no class with ops of its own.
+    """Whether the kernels accept these tensors: dense, and of no class that overrides ops.
 
-    A value that is no tensor passes: it is refused by name later.
+    A value that is not a tensor passes: a later check refuses it by name.
     """
     if private.num_function_modes() and tracker.sees_alone():
         return tracker.outside_mode(are_plain, *values)
@@ -161,7 +161,7 @@ def are_plain(*values: Any) -> bool:
 
 def has_hooks(*layers: nn.Module) -> bool:
     """Whether other code needs layers' own calls: by a hook, or a forward that replaced theirs."""
-    # mostly there are none, which takes no call of ours
+    # usually there are no global hooks, and this test calls nothing
     has_global_hooks = not torch.compiler.is_compiling() and any(private.GLOBAL_HOOKS)
     if has_global_hooks and private.has_foreign_global_hooks():
         return True

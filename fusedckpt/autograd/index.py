@@ -90,7 +90,8 @@ def put(
 ) -> Known:
     """Tell how a tensor is made again; parameters: those that its recipe reads.
 
-    The recipe that a tracker knows is the maker's, too, unless it reads copies of parameters.
+    A tracker's recipe of the tensor becomes the maker's as well, unless it reads copies of
+    parameters.
     """
     storage = tensor.untyped_storage()
     before: Known | None = getattr(storage, KNOWN, None)
@@ -204,7 +205,7 @@ def of_first_saved(
 ) -> Made | None:
     """Return the source `again(x, *tensors)`, x the first tensor that y's node has saved.
 
-    Tensors that are None are left out. With a name and `again` alone, this is a `Source`.
+    Tensors that are None are left out. With only a name and `again`, this is a `Source`.
     """
     x = saved_view(y.grad_fn)
     if x is None:

@@ -1,4 +1,4 @@
-"""Recipes: a saved tensor is made again from less, whatever made it.
+"""Recipes: a saved tensor is made again from fewer saved bytes.
 
 Between two GEMMs a model runs cheap functions: norms, activations, dropouts, gates, sums. Autograd
 saves the results that their readers need:
@@ -25,11 +25,11 @@ Autograd saves a `View` or a `Leaf` in place of a tensor.
 
 **How a sequence of recipes runs in backward.** Autograd unpacks a `View`, which asks its source for
 a value. A `Made` reads its inputs, which may be results of other `Made`, and calls `again` with
-them; a value stays for the readers that this backward has left. So the functions of a sequence run
-one by one, the deepest first. A kernel that computes several of them at once belongs in `KERNELS`:
-it gets the last `Made` of a sequence, looks at `again` of it and of the sources of its `inputs`,
-reads the inputs of the whole sequence, and returns the results, or None for a sequence that it does
-not know.
+them; a value is freed when its last reader in this backward has read it. So the functions of a
+sequence run one by one, the deepest first. A kernel that computes several of them at once belongs
+in `KERNELS`: it gets the last `Made` of a sequence, looks at `again` of it and of the sources of
+its `inputs`, reads the inputs of the whole sequence, and returns the results, or None for a
+sequence that it does not know.
 """
 
 from __future__ import annotations

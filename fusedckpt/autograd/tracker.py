@@ -34,10 +34,11 @@ from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, view_i
 
 # the longest sequence of functions that backward runs again
 LIMIT = 12
-# of functions in a layer that saves recipes alone: a linear, and functions before it, count, too
+# the same for functions in a layer that saves recipes without a tracker: its linear, and the
+# functions before it, count
 NO_LIMIT = 1 << 10
-# inputs of a function that are saved for its recipe alone may take this share of its results; of
-# the parts of a concatenation more, as the next one may have them, too: those of dense blocks do
+# inputs of a function that are saved only for its recipe may take this share of its results. The
+# parts of a concatenation may take more, as the next one may read them again, as in dense blocks
 SHARE = 4
 _SHARES = {"cat": 2, "concat": 2, "concatenate": 2}
 # a result so many times smaller than an input is saved
@@ -94,12 +95,12 @@ class Tracker:
 
     count: called with each tensor that is saved, for hooks that count saved tensors.
     limit: the longest sequence of functions.
-    copies_parameters: whether code may write to parameters, or one may be whole in its module's
-        forward and backward alone.
-    is_whole: whether no module gathers its parameters for its call alone.
+    copies_parameters: whether code may write to parameters, or a parameter may be whole only in
+        its module's forward and backward.
+    is_whole: whether no module gathers its parameters only for its call.
     floor: the bytes of a tensor that is worth a recipe.
-    note_remade: called with each tensor that a recipe stands for, but for those of a layer that
-        saves recipes without a tracker, too.
+    note_remade: called with each tensor that a recipe replaces, except those of a layer that
+        also saves recipes without a tracker.
     takes_samples: whether samples of saved tensors are compared with those of their recipes: code
         may write to a tensor, by an address for example, before a function saves it.
     """

@@ -246,7 +246,7 @@ def backward_schedule(
 def forward_schedule(program: Program, products: Flags, chunked: bool = False) -> Schedule:
     """Derive a forward that returns the results and the products that are flagged.
 
-    chunked: for chunks of rows, whose results are written into tensors of all rows.
+    chunked: for chunks of rows; their results are written into tensors of all rows.
     """
     writer = Writer(program)
     steps = list(program.steps)

@@ -110,7 +110,7 @@ class LinearOptions(NamedTuple):
     def split_packed(self, linears: Sequence[tuple[Any, Any]], saves_half: bool) -> Any:
         """Return the options and linears of a packed weight's halves, None to run it whole.
 
-        So one is saved alone, or h written over one before its dropout.
+        So one half can be saved without the other, or h written over a half before its dropout.
         """
         if self.linears.names != PACKED or not (saves_half or self.num_seeds):
             return None

@@ -27,8 +27,8 @@ from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import LayerCall
 from fusedckpt.kernels.norm import NormRule
 
-# the makers of results that blocks, and norms, save recipes of: a module that backward runs again
-# makes its result, too, for a norm alone, as one more GEMM may run for it
+# the makers of results of which norms (True) and other layers (False) save recipes. A module that
+# backward runs again makes its result only for a norm, as this may take one more GEMM
 _MAKERS = {False: (index.NORM, index.GATHERED_ROWS), True: (index.MODULE,)}
 
 

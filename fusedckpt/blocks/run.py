@@ -86,7 +86,8 @@ def backward(
     like: one of dys; saved: the saved tensors, parameters by number, values by name; donates:
     whether the products may be written over; leaves_late: whether late gradients are returned as
     they are, to be computed by the caller; totals: existing gradients, by place among these, which
-    are added to and returned. With totals, none too, gradients of parameters are at least float32.
+    are added to and returned. With totals, also empty ones, gradients of parameters are at least
+    float32.
     """
     results = call.program.results
     products = tuple(map(IS_PRESENT, map(saved.get, call.program.gemm_outputs)))
@@ -175,7 +176,7 @@ def _shaped(
     call: LayerCall, like: Tensor, grads: list[Tensor | None], whole: dict[int, Tensor | None]
 ) -> list[Tensor | None]:
     """Return gradients of rows in the shapes of their tensors; whole: dys, by id of rows."""
-    # one tensor for each: autograd adds in place to a view that it alone holds, also to a view of
+    # one tensor for each: autograd adds in place to a view that only it holds, also to a view of
     # an incoming gradient, or to one of two views of the gradient that a sum's inputs share
     for i, grad in enumerate(grads):
         if grad is not None and i < call.num_inputs:

@@ -104,8 +104,8 @@ def check_linears(
 ) -> None:
     """Refuse linears that F.linear would refuse, or that do not fit each other.
 
-    last: the linear that reads the hidden layer, to whose result x is added; halves: in how many
-    parts the first weight's rows are.
+    last: the linear that reads the hidden layer; x is added to its result. halves: the number of
+    parts of the first weight's rows.
     """
     shape = x.shape
     read = "x"

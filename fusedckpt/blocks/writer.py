@@ -156,9 +156,9 @@ class Writer:
     def reuse_buffers(self, donated: Collection[Node] = ()) -> None:
         """Write results over tensors that nothing reads later.
 
-        donated: the arguments that may be written over, by gradients alone: a recomputed hidden
-        layer, "h", is freed before the gradients are made, so it takes a buffer of its own rather
-        than that of a saved tensor, which is in memory until the end.
+        donated: the arguments that may be written over, only by gradients. A recomputed hidden
+        layer, "h", is freed before the gradients are made, so it gets a buffer of its own: that of
+        a saved tensor would stay in memory until the end.
         """
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for node in order:

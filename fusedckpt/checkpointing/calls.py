@@ -179,7 +179,7 @@ class Packed:
         self.index = index
         # its shape, dtype and device
         self.meta = meta
-        # what keeps the tensor anyway; None where only a recompute brings it back
+        # the owner that keeps the tensor anyway; None where only a recompute brings it back
         self.source: LeafSource | ArgumentSource | None = source
 
 

@@ -55,8 +55,8 @@ class _Buffer(NamedTuple):
 class Buffers:
     """Puts back, at its end, the buffers of the modules that this thread calls.
 
-    With `attributes`, all other attributes of modules with buffers, too. is_constant: whether no
-    call writes a buffer, so that it needs no copy.
+    With `attributes`, also all other attributes of modules that have buffers. is_constant: whether
+    no call writes a buffer, so that it needs no copy.
     """
 
     def __init__(

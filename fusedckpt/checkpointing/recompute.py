@@ -412,7 +412,7 @@ class Recompute(CheckpointPhase):
             return False
         references = self._segment.leaves.get(packed.index)
         if references is None:
-            # those behind may be so in one run alone: sharding makes views ahead of a module's call
+            # later ones may be so in only one run: sharding makes views before a module's call
             owner = storages.leaf_of(tensor)
             return owner is not None and storages.is_parameter(owner)
         # a leaf that is loaded for each forward anew is gone

@@ -262,8 +262,8 @@ def region(fn: Callable[..., Any], name: str, recompute: bool = False) -> Callab
     compares the other tensors with the forward bit by bit.
 
     Args:
-        fn: any function. The tensors among its arguments, in plain containers too, are the region's
-            inputs.
+        fn: any function. The tensors among its arguments, also those in plain containers, are the
+            region's inputs.
         name: matched with the patterns of `save_regions`.
         recompute: True to run it again in any case.
 
@@ -302,7 +302,7 @@ def _call(fn: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) -> An
     watches = [phase.watch for phase in checkpoints if phase.watch is not None]
     if not watches:
         return _call_in(checkpoints, fn, name, args, kwargs)
-    # the recompute does not run it: not the forward's operations are compared, but what follows
+    # the recompute does not run the region: only operations outside of it are compared
     with ExitStack() as stack:
         for watch in watches:
             stack.enter_context(watch.paused())

@@ -1,7 +1,7 @@
 """Samples of saved tensors, by which a recompute that brings back other values is an error.
 
-Whatever state a function reads, a gradient can be wrong only where the recompute brings back
-another tensor than autograd saved. So the forward takes 64 elements of each tensor that it drops,
+A function may read any state: a gradient is wrong only where the recompute brings back another
+tensor than autograd saved. So the forward takes 64 elements of each tensor that it drops,
 and the recompute compares those of its own.
 
 One kernel takes the elements of all tensors of a dtype: they are taken when the call returns, or
@@ -50,10 +50,10 @@ _PLACES = 16
 _MOST_WAITING = 8
 # flags of as many backwards may be unread
 _MOST_UNREAD = 2
-# of the magnitudes of what a norm or a linear makes of a rounded input: a write there is seen if it
-# changes the elements by more
+# a share of the magnitudes of the result of a norm or linear that reads a rounded input: a write to
+# the input is seen if it changes the result's elements by more
 _ROUNDED_SLACK = 0.25
-# of what indices are
+# the dtypes of indices
 _INDICES = (torch.int64, torch.int32)
 # those with a kernel of torch.take
 _DTYPES = frozenset(
@@ -224,7 +224,7 @@ class Samples:
     """Those of a segment's forward.
 
     name: of the function, for errors. is_late: whether no backward waits for their comparison.
-    is_rounded: whether the recompute begins with rounded values, so that indices alone are to be
+    is_rounded: whether the recompute begins with rounded values: then only indices must be
     the same.
     """
 
@@ -328,7 +328,7 @@ class Pair(NamedTuple):
 
 
 class _Pairs(list[Pair]):
-    """Those of one backward, which alone holds them: they go with one that fails."""
+    """The pairs of one backward. Only that backward holds them: if it fails, they are freed."""
 
     def read(self) -> None:
         """Raise where they differ; a GPU's thread may hold a backward beyond its end."""

@@ -57,7 +57,7 @@ def segment_of(node: Any) -> Any:
 
 
 def was_segment(node: Any) -> bool:
-    """Whether a function of a segment returned a node's result, whatever holds the segment."""
+    """Whether a function of a segment returned a node's result, also where the segment is freed."""
     return _METADATA_KEY in node.metadata
 
 

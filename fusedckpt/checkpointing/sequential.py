@@ -91,7 +91,7 @@ def halves(count: int, is_inside: bool = False) -> list[Span]:
     """Return as segments the first half, the first half of the rest and so on, halved likewise.
 
     Inside a segment the last one runs as it is: its backward comes next. At the top it is a segment
-    of its own: code that keeps something, too, comes next.
+    of its own, as code after it may save tensors as well.
     """
     spans: list[Span] = []
     start = 0

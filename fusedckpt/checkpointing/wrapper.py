@@ -1,6 +1,6 @@
 """`checkpoint_module`: a module that is checkpointed in place, by a forward that is set on it.
 
-There is no wrapper: whatever reads, copies, shards or loads a model meets the module itself.
+There is no wrapper: code that reads, copies, shards or loads a model gets the module itself.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ them. A recompute that began with those of its own forward would compute other w
 gradients would be silently wrong. Code keeps such vectors in buffers, in parameters without
 gradients, or in attributes: here a buffer is any of these, an attribute if it is small.
 
-Which buffers a module's forward writes is learned in its first call: the small ones are copied
-before it, and versions tell afterwards; on a CPU their values do, too, as code may write to
-`.data`. Later calls copy those alone, and where there are none, they do no more than look that up.
+The first call of a module shows which buffers its forward writes. It copies the small buffers, and
+compares versions afterwards; on a CPU also values, as code may write to `.data`. Later calls copy
+only the buffers that were written; without such buffers they only look that up.
 A recompute gets copies in place of the buffers, so that its writes change no buffer.
 BatchNorm's statistics are not read in training, and not copied.
 """

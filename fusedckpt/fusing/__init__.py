@@ -40,8 +40,8 @@ In each call of a swapped module (Swapped in swap.py):
         (match_reader.py; of linears adapters.py), and call a function of `functional`; or return a
         NotFused, which is noted, and the original runs
     recomputed_modules.py
-        runs the original in a checkpoint (recomputed_call.py), whose second run finds the state of
-        the first (call_state.py, written_tensors.py)
+        runs the original in a checkpoint (recomputed_call.py); the recompute gets the state of the
+        forward (call_state.py, written_tensors.py)
     fused_heads.py
         computes a causal model's loss from the input of its output embedding
     shared_layers.py

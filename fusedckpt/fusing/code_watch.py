@@ -1,7 +1,7 @@
 """The code of other libraries and of the user that runs while a forward is recorded.
 
-Only code outside of Python's own library, torch and this package is looked at: it alone may read
-values that change. Each function is seen when it is called, whatever dispatch led to it.
+Only code outside of Python's own library, torch and this package is read: only this code may read
+values that change. Each function is seen when it is called, through any dispatch.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Mask:
         self.dtype = input.dtype
 
     def __call__(self) -> Tensor:
-        """Return the mask again: the numbers are drawn for the same layout, whatever the data."""
+        """Return the mask again: the random numbers depend on the layout, not on the data."""
         x = torch.empty(self.size, dtype=self.dtype, device=self.device)
         (generator,) = rng.of_device(self.device)
         with rng.kept([generator]):

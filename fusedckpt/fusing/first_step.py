@@ -4,7 +4,7 @@ Their code does not show them: a scan in a loop of its own, attention in a helpe
 chooses. `fuse(model, example_inputs=...)` finds them in a copy that runs; without inputs they wait,
 and the first training call shows them. The step is the user's own, observed:
 
-    model(x)                    its class has a forward of ours until then, see `Waits`
+    model(x)                    its class has our forward until that call, see `Waits`
       a module that waits       its saved tensors are counted while it runs
       it saved much             it runs once more, as it will from now on, in the state before its
                                 first run; if the results are the same, the second result is the
@@ -189,7 +189,7 @@ def stop_waiting(module: nn.Module) -> PlaceInModel | None:
     made = made_of(type(module))
     if made is not None and made[0] is Waits:
         module.__class__ = made[1]
-    # else sharding made a class of it, whose forward is now the original one
+    # else sharding made a class of it, and that class's forward is now the original one
     notes = tuple(field for field in original.notes if field != "waits")
     if notes or original.attributes or original.parts:
         set_notes(module, original=original._replace(notes=notes))

@@ -132,7 +132,7 @@ class Reader:
             if now is not value and not are_equal_values(now, value):
                 change = change or NotFused("changed", place.words)
                 break
-        # of all at once: mostly there are none
+        # one call for all parts, as usually no part has a hook
         if self.watches_hooks and has_hooks(*parts[1:]):
             paths = [path for path, place in self.places.items() if 0 < place < len(parts)]
             hooked = next(p for p in paths if has_hooks(parts[self.places[p]]))

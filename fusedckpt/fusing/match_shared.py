@@ -37,7 +37,7 @@ from fusedckpt.layers.sequential import Sequential
 
 
 def find_shared(search: Search) -> None:
-    """Find linears and activations that may save a recipe; a layer of such is not left."""
+    """Find linears and activations that may save a recipe: a layer of these is not "left"."""
     modules = search.modules
     report = search.report
     seen = _computed_elsewhere(search)

@@ -3,13 +3,13 @@
 A mixer is a module that mixes tokens. They are found by the functions that their code calls: the
 code of a class's forward, of its other methods and of callable objects in its attributes that are
 called there, and of functions of the user's package or file that these call. A softmax and a matrix
-product are attention written by hand: in this code, or in modules without weights that it calls,
-whatever their names.
+product are attention written by hand: in this code, or in modules of any name without weights that
+it calls.
 
-A function that only other code chooses, out of a table, shows in a run. Given a batch, a copy of
-the model runs: it shares the parameters, and all else is its own, so that nothing that a forward
-writes is left behind. The tensors that autograd would save are counted, and not kept. Without a
-batch, the first training step is observed, see `first_step`. Found are
+A function that only other code chooses, out of a table, shows in a run. With a batch, a copy of the
+model runs. It shares the parameters and nothing else, so the forward changes nothing of the model.
+The tensors that autograd would save are counted, and not kept. Without a batch the first training
+step is observed, see `first_step`. This finds
 
 - the innermost modules with weights that run where a function of attention or of a mixer is called,
   whatever code calls it;

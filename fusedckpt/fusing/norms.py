@@ -289,7 +289,7 @@ def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
         candidates = _candidates(module, recordings, names, eps, width=width)
         match = _proven_rule(module, names, width, candidates)
     if match is not None and not weights and not _normalized_shape(module):
-        # a rule that holds for the width of its code alone is none
+        # a rule that holds only for the width in the module's code is not accepted
         match = _proven_rule(module, [], width // 2, [match])
     dtype = weights[0].dtype if weights else torch.float32
     if match is None or (dtype, dtype) not in match.dtypes:

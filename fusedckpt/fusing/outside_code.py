@@ -57,7 +57,7 @@ _MOST_ROWS = 256
 _MOST_DEPTH = 6
 # attributes that every module has
 _OF_MODULES = private.MODULE_ATTRIBUTES - {"training"}
-# classes of Python's library, and of others, whose objects do not change what a forward computes
+# classes with objects that do not change a forward's result
 _CONSTANT_CLASSES = frozenset(
     ("_lru_cache_wrapper", "Logger", "RootLogger", "LoggerAdapter", "Pattern", "lock", "RLock")
     + ("TypeVar", "ParamSpec", "property", "Path", "PosixPath", "WindowsPath", "_Environ")
@@ -66,7 +66,7 @@ _CONSTANT_CLASSES = frozenset(
 )
 _CONSTANT_TYPES = (Tensor, np.generic, np.dtype, np.ufunc)
 _OF_CONSTANTS = ("torch", "triton", "typing", "abc", "enum")
-# functions of `os` that read the environment, whose variables are compared, or nothing
+# functions of `os` that read nothing, or the environment: its variables are compared
 _OF_OS = ("fspath", "getenv")
 # classes that tell the time
 _CLOCKS = (datetime.date, datetime.datetime)

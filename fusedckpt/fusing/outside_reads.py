@@ -8,8 +8,8 @@ patched, or a global is assigned, a call runs the original forward. Values that 
 compared as such, and code by identity.
 
 The code that ran while the module was recorded (code_watch.py) tells which they are, by the names
-in it (code_names.py, outside_code.py). An object is compared by its attributes of these names,
-whatever path leads to it. A value that cannot be compared is a reason to leave the module.
+in it (code_names.py, outside_code.py). An object is compared by its attributes of these names, also
+where another path leads to it. A value that cannot be compared is a reason to leave the module.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ class RecipeMode(TorchFunctionMode):
         """Run dropout as torch does, with the same random numbers.
 
         On a CPU autograd saves the noise, as large as the input, elsewhere a mask of one byte for
-        each element. Their recipe is the random state; but on other devices than CUDA, and in a
-        graph that is captured, whose random state is on the device, the mask is saved.
+        each element. Their recipe is the random state. The mask is saved on devices other than
+        CUDA, and in a graph that is captured, as the random state is then on the device.
         """
         if not training or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)

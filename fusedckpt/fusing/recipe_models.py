@@ -136,7 +136,7 @@ def without_recipes() -> Iterator[None]:
 
 
 def gain_on_batch(model: nn.Module, args: Any, kwargs: Any) -> str | None:
-    """Return the line on what recipes would bring to a fused model, None for nothing.
+    """Return the line on the bytes that recipes would save in a fused model, or None.
 
     A copy of the model runs, as it does to find attention.
     """

@@ -2,7 +2,7 @@
 
 Code between forward and backward may change attributes, flags and classes of modules, and a forward
 may change its own state, as a counter or a memory of the last keys does: the recompute gets the
-state of the call, see `call_state`, and the same forward, whatever class the module has then. Where
+state of the call, see `call_state`, and the same forward, also if the module's class changed. Where
 it still brings back other tensors than autograd saved, backward raises, see
 `checkpointing.samples`.
 """

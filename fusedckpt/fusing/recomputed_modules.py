@@ -2,8 +2,8 @@
 
 It saves its input, and the results of these calls: `F.scaled_dot_product_attention`, transformers'
 attention interface, the functions of `scans`. Where a fused norm made its input, the norm's input
-is saved in its place. Attention that is no such call, and a scan in torch's ops, runs again, too,
-where it would save more than four times its result. An MLP that no program computes calls none.
+is saved in its place. Attention that calls none of these, and a scan in torch's ops, runs again
+where it would save more than four times its result. So does an MLP that no program computes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Recomputed(Swapped):
         """Run the original forward, in a checkpoint where that saves less."""
         forward = super(Swapped, self).forward
         x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
-        if self._runs_as_ever(x):
+        if self._runs_unchanged(x):
             return forward(*args, **kwargs)
         values = *args, *kwargs.values()
         if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
@@ -105,7 +105,7 @@ class Recomputed(Swapped):
             self._learn(modules, x, y, kwargs)
         return y
 
-    def _runs_as_ever(self, x: Any) -> bool:
+    def _runs_unchanged(self, x: Any) -> bool:
         """Whether a call saves nothing for backward, or a level, compiler or checkpoint decides."""
         if self._fusedckpt.match is not None:
             return not torch.is_grad_enabled() or dispatch.is_traced(x)
@@ -144,7 +144,7 @@ class Recomputed(Swapped):
                 options = _options_of(self, kwargs)
                 set_notes(self, little_gain=_LittleGain(options, x.shape, reason.key))
             elif not (segment.is_saved or dispatch.has_hooks(self)):
-                # a norm of it saves nothing; hooks may gather weights for the call alone
+                # a norm of the result saves nothing; hooks may gather weights only for the call
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
                 parameters = [p for m in modules for p in m._parameters.values()]
                 index.put(result, index.MODULE, source, *[p for p in parameters if p is not None])
@@ -197,7 +197,7 @@ def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> No
 def _recipe_of_output(
     reference: weakref.ref[Segment], place: int, y: Tensor, parameters: Sequence[Any]
 ) -> Made | None:
-    """Return the recipe of an output: the run of its module in backward, which makes it, too."""
+    """Return the recipe of an output: its module's run in backward, which computes it anyway."""
     segment = reference()
     if segment is None:
         return None

@@ -6,7 +6,7 @@ that cannot be copied the forward is stopped. Proxies around modules would not d
 code asks isinstance, calls super() and passes modules to functions of torch, which all need the
 class itself.
 
-Ops are recorded when they reach ATen, whatever the Python code, as a graph of nodes. A node is a
+Ops are recorded when they reach ATen, from any Python code, as a graph of nodes. A node is a
 tensor that the forward made; its kind says how, as far as a match needs it (see `Node.kind`). Only
 products with a weight are recognized by the names of their ops.
 

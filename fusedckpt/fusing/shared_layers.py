@@ -329,8 +329,8 @@ def _recipe_of_input(
 ) -> Leaf | Made:
     """Return the recipe of a linear's result: its input, which autograd saves.
 
-    The result itself is saved where the input is gone, was written since, or is no smaller and
-    would be saved for this alone.
+    The result itself is saved where the input is freed or was written since, or where the input is
+    not smaller and would be saved only for this recipe.
     """
     x = reference()
     weight, bias = parameters
@@ -419,8 +419,8 @@ def _with_functions(
 ) -> tuple[Any, Made | None]:
     """Return forward(x), with recipes saved by its functions, and the recipe of the result.
 
-    They are the same ones in a forward whose functions save recipes, too. The recipe lives until
-    that forward ends, and as long as tensors that the functions have saved.
+    In a forward of which all functions save recipes, these are the same recipes. The recipe lives
+    until that forward ends, and as long as tensors that the functions have saved.
     """
     copies = dispatch.has_hooks(module)
 

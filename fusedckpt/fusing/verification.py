@@ -179,8 +179,8 @@ def difference(module: nn.Module, swap: Swap) -> NotFused | None:
                 return results
             problem = _problem(results, _dtype_of(module), scale)
             if problem is not None and scale > 1:
-                # most gates are shut there or at their limit: one that is neither may decide all,
-                # and the better rounded sum is luck
+                # at large inputs nearly all gates saturate: the error is that of a few gates
+                # that do not, and depends on how their sum happens to be rounded
                 truth_dtype = _truth_dtype(swap, draw(0), _device_of(module))
                 _raise_to_roundings(results, module, draw, truth_dtype)
                 problem = _problem(results, _dtype_of(module), scale)

@@ -1,8 +1,8 @@
 """The tensors that a module's forward writes in place, and those that other code wrote since.
 
-Which tensors a forward writes is known by their versions after its first call with gradients. Only
-these are copied, and from the second call on; in the first call small buffers are copied, and those
-of a class whose code writes in place, until the call returns.
+After a forward's first call with gradients the versions of tensors show which of them it wrote. The
+second and later calls copy only these. The first call copies small buffers, and all buffers of
+classes with code that writes in place, and drops the copies when it returns.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def register_kernel(name: str = "fusedckpt", **options: Any) -> None:
     configuration is not read.
 
     Args:
-        name: what `kernel_config` calls it.
+        name: its name in `kernel_config`.
         options: those of `fusedckpt.fuse`.
     """
 

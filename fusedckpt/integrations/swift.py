@@ -30,7 +30,7 @@ def register_callback(name: str = "fusedckpt", **options: Any) -> None:
     It fuses after adapters, and before DDP, FSDP and torch.compile.
 
     Args:
-        name: what `--callbacks` calls it.
+        name: its name in `--callbacks`.
         options: those of `FuseCallback`.
     """
     # ms-swift calls it with its arguments and the trainer

@@ -19,7 +19,7 @@ from fusedckpt.blocks import validate
 
 
 class _MSNorm(torch.autograd.Function):
-    """y = norm(x) of rows and rstd [..., 1], from which alone backward computes dx."""
+    """y = norm(x) of rows, and rstd [..., 1]. Backward computes dx from y and rstd."""
 
     generate_vmap_rule = True
 

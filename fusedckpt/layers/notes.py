@@ -1,4 +1,4 @@
-"""What `fuse` and plans keep on a module of a user's model: its one attribute `_fusedckpt`.
+"""The notes of `fuse` and plans on a module of a user's model: its one attribute `_fusedckpt`.
 
 A record is never changed: `set_notes` and `clear_notes` put a changed copy in its place. So copies
 of a module, its pickles and the replicas of DataParallel have notes of their own, as they have
@@ -17,7 +17,7 @@ NOTES = "_fusedckpt"
 
 
 class ModuleNotes:
-    """What is known of one module. A field that was never noted has the value of the class."""
+    """The notes of one module. A field that was never noted has the value of the class."""
 
     # by `fuse`: the module's class and swapped parts before, and the fields that `unfuse` forgets
     original: Any = None

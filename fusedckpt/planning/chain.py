@@ -305,7 +305,7 @@ def moments(chain: Chain, items: Sequence[Item]) -> Iterator[tuple[int, str]]:
     # bytes that the items so far add to the baseline; by item, those of the items before it
     added = 0
     added_before = list[int]()
-    # bytes among these that autocast's cache has in the baseline, too
+    # bytes among these that autocast's cache also has in the baseline
     cached = 0
     live = 0
     gone, gone_in_backward = gone_bytes(chain, items)

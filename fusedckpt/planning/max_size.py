@@ -68,7 +68,7 @@ class MaxSizes:
     model: str
     # the inputs at the first size
     inputs: str
-    # what grows: "factory", "seq" or "batch"
+    # the size that grows: "factory", "seq" or "batch"
     grows: str
     # sizes are multiples of it
     step: int
@@ -124,7 +124,7 @@ class MaxSizes:
         draw_sizes(self, path)
 
 
-# what grows -> its name in texts
+# the size that grows -> its name in texts
 _NOUNS = {"factory": "size", "seq": "sequence, in tokens,", "batch": "batch, in samples,"}
 
 

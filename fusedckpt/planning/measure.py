@@ -1,10 +1,10 @@
 """The bytes and ms of units, measured where they run, in a few steps of the user's own model.
 
-The baseline is a step with every unit in a checkpoint of its own, which is about the least memory
-that there is. In one more step for each save level no unit is in a checkpoint. The differences to
-the baseline are the bytes that a unit saves. A forward with units joined into segments as long as
-can be shows the bytes that these free. No unit is called alone, no argument is copied, and phases
-between the markers of two units show the code between these.
+The baseline is a step with every unit in a checkpoint of its own, which takes about the least
+memory. In one more step for each save level no unit is in a checkpoint. The differences to the
+baseline are the bytes that a unit saves. A forward with units joined into segments, as long as
+possible, shows the bytes that these free. No unit is called outside of the step, no argument is
+copied, and phases between the markers of two units show the code between these.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ class _Costs:
         ]
 
     def _is_held(self, places: Places) -> bool:
-        """Whether a constant lives until the model returns, whatever units save."""
+        """Whether a constant lives until the model returns, for all levels of the units."""
         readings = {id(x): x for row in self._readings for x in row.values()}
         lives = [x.constants.get(places) for x in readings.values()]
         return all(life is not None and life.gone >= len(self._units) for life in lives)
@@ -193,7 +193,7 @@ class _Costs:
     def _levels_without(self, i: int, places: Places) -> list[str]:
         """Return the levels at which unit i does not save a constant.
 
-        Units behind the first that saves it in a reading count as if they saved it, too.
+        All units after the first that saves it in a reading count as if they saved it.
         """
         lives = {name: reading.constants.get(places) for name, reading in self._readings[i].items()}
         return [name for name, life in lives.items() if life is not None and i < life.kept_from]

@@ -15,7 +15,7 @@ code that runs in their phases:
     end        nothing any more
 
 Two more markers begin no phase: "returned", where the model returns, and "backward", where backward
-begins. Both show the live bytes of then.
+begins. Both record the bytes that are live at that moment.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Reading:
         self.kept_bytes = leftover.nbytes(self.live)
 
     def peak(self, kind: str, i: int) -> int:
-        """Return the peak of a unit's phase; without that phase, the live bytes of then."""
+        """Return the peak of a unit's phase; without that phase, the bytes live at its place."""
         return self.peaks.get(f"{kind} {i}", 0 if kind == "back" else self.live_at_begin(i))
 
     def ms(self, kind: str, i: int) -> float:

@@ -254,7 +254,7 @@ def _with_gradients(
     trained = [p for p in step.parameters() if p.requires_grad]
     has_views = getattr(parallel, "gradient_as_bucket_view", False)
     bytes_beside = 0
-    # gradients that no_sync makes are outside of the buckets, which exist, too
+    # gradients that no_sync makes are allocated beside the buckets
     makes = accumulates and any(p.grad is None for p in trained)
     if parallel is not None and (makes or not has_views):
         bytes_beside = bucket_bytes(parallel)

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, whatever the nesting: they are the units of its plans.
+"""The repeated blocks of a model, at any depth: they are the units of its plans.
 
 Backbones nest containers: a list of stages, and in each stage a list of blocks. A plan of stages
 recomputes a whole stage at once, so the units are the blocks. A list inside of a block is another

@@ -51,8 +51,8 @@ NO_RECIPES = "no recipes"
 ROUNDED = "inputs, int8"
 # the levels that a plan may have beside those of fused layers
 OWN_LEVELS = UNCHANGED, PRODUCTS, ATTENTION, NO_RECIPES, ROUNDED
-# the tensors that layers save in a segment's recompute, whose hooks keep norms from sharing them;
-# measured, and in no plan
+# the tensors that layers save in a segment's recompute: the segment's hooks keep norms from sharing
+# them. Measured, and in no plan
 INSIDE = "inside"
 
 # a function that runs in place of a module's forward: gets that forward, its args and its kwargs

@@ -39,7 +39,7 @@ _NEAR = 1.001
 WIDTHS = (64, 512, 4096)
 # halvings of the range of the multiplier, a factor of 10^12
 _HALVINGS = 18
-# more bytes than there are; a thousand times that still fits into an int64
+# stands for infinity, in bytes; the sum of a thousand of these fits into an int64
 _NEVER = 1 << 52
 # chains that are solved again while a plan is made and printed
 _RECENT = 8

@@ -45,7 +45,7 @@ class Starts(NamedTuple):
 
 
 class _UnitStarts(NamedTuple):
-    """The items that may start at a unit, whatever items before it save."""
+    """The items that may start at a unit, after any items."""
 
     # the unit at which each stops
     stop: NDArray[np.int64]

@@ -42,7 +42,7 @@ def estimate(
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     **kwargs: Any,
 ) -> MemoryReport:
-    """Return what `report` would say of a training step, without allocating its memory.
+    """Return the record of `report` for a training step, without allocating its memory.
 
         with torch.device("meta"):
             model = Llama(config)

@@ -39,7 +39,7 @@ def trial(
     inputs: Any = (),
     budget: int = 0,
 ) -> Iterator[None]:
-    """Put everything back on leaving, by an exception too, that training steps inside change.
+    """Put back, on leaving or at an exception, everything that training steps inside change.
 
         with trial(model, optimizer, (args, kwargs)):
             args, kwargs = aliased((args, kwargs))
@@ -99,8 +99,8 @@ def aliased(tree: Any) -> Any:
 
     A step on it reaches neither the graph a tensor came from nor its `.grad`, and cannot add to or
     take from the caller's containers. Objects with tensors or containers among their attributes,
-    such as dataclasses, are copied, too. Parameters stay themselves, a tensor that occurs twice is
-    one again.
+    such as dataclasses, are copied as well. Parameters are not copied, and a tensor that occurs
+    twice is copied once.
     """
     return with_tensors(tree, _alias)
 

@@ -18,7 +18,7 @@ _BESIDE_TORCH = ("triton", "transformers")
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python, torch, and of what is installed of triton and transformers."""
+    """Return the versions of Python and torch, and of triton and transformers if installed."""
     by_package = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for package in _BESIDE_TORCH:
         with suppress(metadata.PackageNotFoundError):
