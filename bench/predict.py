@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from bench.cards import CARDS, Card
 from bench.clock import Stopwatch
 from bench.env import device_name, environment
-from bench.launches import OPERATIONS, Operation, Prepare
+from bench.launches import OPERATIONS, Operation, Peer
 from bench.options import Options
 from bench.results import Row, append
 from bench.tables import Columns, show, significant
@@ -39,7 +40,9 @@ SOURCE = (
 )
 PEERS = (
     "Measured times are Liger's own, of its kernel at that size, launched by another version. "
-    "ATen's launches that add Liger's sums of weights' gradients are not counted."
+    "Launches of ATen are not counted: they add sums of weights' gradients (Liger, inductor) and "
+    "parts of losses (Unsloth). Unsloth's kernels have its warps of any card. Of inductor's each "
+    "kernel has the fastest configuration by this model, of those that torch.compile would time."
 )
 FILE = "predict.jsonl"
 # calls before the first that counts, and those that do
@@ -52,29 +55,6 @@ LATENCY, BARRIER, START, NEXT = 0.65, 0.05, 0.5, 3.0
 WAITING = 0.15
 # share of L2 whose data are read again: fitted on Liger's cross entropy on an A100
 L2_SHARE = 0.4
-
-
-class Card(NamedTuple):
-    """A card on paper."""
-
-    # as `bench predict --card` names it
-    name: str
-    arch: str
-    # multiprocessors, their shared memory in bytes
-    units: int
-    shared: int
-    # GHz under load
-    clock: float
-    # bytes of the L2 cache
-    l2: float
-    # float32 instructions of threads that a multiprocessor executes at a clock
-    floats: int
-
-
-CARDS = {
-    "A100": Card("A100", "sm_80", 108, 164 << 10, 1.41, 40e6, 64),
-    "H100": Card("H100", "sm_90", 132, 228 << 10, 1.755, 50e6, 128),
-}
 
 
 class Published(NamedTuple):
@@ -137,7 +117,7 @@ class Time(NamedTuple):
     """A launch's time by the model, in us; None where the model does not apply."""
 
     us: float | None
-    # what takes longest
+    # the slowest part: memory, or a pipe
     bound: str
 
 
@@ -199,31 +179,38 @@ def time_of(launch: Launch, card: Card) -> Time:
     return Time(start + work, "memory" if memory >= issue else pipe)
 
 
-def ways_of(operation: Operation) -> Iterator[tuple[str, Prepare, bool]]:
-    """Yield the libraries that launch an operation, and whether by a program a multiprocessor."""
+def ways_of(operation: Operation) -> Iterator[Peer]:
+    """Yield the libraries that launch an operation: ours, and those that are installed."""
     # ours ask a card on paper for its multiprocessors
-    yield "ours", operation.prepare, False
-    for peer in operation.peers:
-        if find_spec(peer.package) is not None:
-            yield peer.name, peer.prepare, peer.is_persistent
+    yield Peer("ours", "fusedckpt", operation.prepare)
+    yield from (peer for peer in operation.peers if find_spec(peer.package) is not None)
 
 
-def launches_of(prepare: Prepare, m: int, n: int, card: Card, is_persistent: bool) -> list[Launch]:
-    """Compile the launches of an operation for a card, and count them."""
+def launches_of(peer: Peer, m: int, n: int, card: Card) -> list[Launch]:
+    """Compile a library's launches of an operation for a card, and count them."""
     from tests.kernels.emulated import count, recorded
 
     # without a device a library takes one multiprocessor: it is given one's rows
-    rows = math.ceil(m / card.units) if is_persistent else m
+    rows = math.ceil(m / card.units) if peer.is_persistent else m
     with torch.device("meta"), recorded(card.arch, card.units) as launches:
-        prepare(rows, n)()
+        peer.prepare(rows, n)()
     for launch in launches:
         count(launch)
-        if is_persistent:
+        if peer.is_persistent:
             launch.grid = (card.units, 1, 1)
             launch.read *= m / rows
             launch.written *= m / rows
             launch.again *= m / rows
-    return launches
+    return fastest(launches, card) if peer.is_tuned else launches
+
+
+def fastest(launches: Sequence[Launch], card: Card) -> list[Launch]:
+    """Return the launch of each kernel that is fastest by the model, of several configurations."""
+    by_kernel: dict[str, list[Launch]] = {}
+    for launch in launches:
+        by_kernel.setdefault(launch.name, []).append(launch)
+    us = {id(launch): time_of(launch, card).us for launch in launches}
+    return [min(of, key=lambda x: us[id(x)] or math.inf) for of in by_kernel.values()]
 
 
 def predictions(card: Card, names: Sequence[str]) -> list[Prediction]:
@@ -234,17 +221,17 @@ def predictions(card: Card, names: Sequence[str]) -> list[Prediction]:
         operation = OPERATIONS[name]
         for m, n in operation.sizes:
             least = start + m * n * operation.least * per_byte
-            for library, prepare, is_persistent in ways_of(operation):
-                launches = launches_of(prepare, m, n, card, is_persistent)
+            for peer in ways_of(operation):
+                launches = launches_of(peer, m, n, card)
                 times = [time_of(launch, card) for launch in launches]
                 total: float | None = (NEXT - start) * (len(times) - 1)
                 for time in times:
                     total = None if total is None or time.us is None else total + time.us
-                measured = None if library == "ours" else published_us(operation, card, m, n)
+                measured = published_us(operation, card, m, n) if peer.name == "Liger" else None
                 known = total, least / total if total else None, measured
                 for index, (launch, time) in enumerate(zip(launches, times, strict=True)):
                     numbers = (None, None, None) if index else known
-                    rows.append(Prediction(card, name, (m, n), library, launch, time, *numbers))
+                    rows.append(Prediction(card, name, (m, n), peer.name, launch, time, *numbers))
     return rows
 
 
@@ -335,9 +322,9 @@ def measure(rows: Sequence[Prediction], device: torch.device) -> Iterator[Compar
     watch = Stopwatch(device)
     firsts = {(row.operation, row.size, row.library): row for row in reversed(rows)}
     for (name, (m, n), library), row in reversed(firsts.items()):
-        prepare = next(found for way, found, _ in ways_of(OPERATIONS[name]) if way == library)
+        peer = next(peer for peer in ways_of(OPERATIONS[name]) if peer.name == library)
         with torch.device(device):
-            launch = prepare(m, n)
+            launch = peer.prepare(m, n)
         times = [watch.times(launch)[0] for _ in range(WARMUP + ROUNDS)]
         yield Comparison(row, 1e3 * median(times[WARMUP:]))
 

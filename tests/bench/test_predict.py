@@ -91,6 +91,13 @@ def test_waits_that_nothing_covers_have_no_time():
     assert predict.time_of(covered, card).us == pytest.approx(6.6 + 22.2, rel=0.05)
 
 
+def test_a_kernel_that_is_tuned_takes_its_fastest_configuration():
+    slow, fast, spilled = launch_of(read=99e6), launch_of(), launch_of(spills=8, read=1e6)
+    other = launch_of(name="other", spills=8)
+    card = predict.CARDS["H100"]
+    assert predict.fastest([slow, spilled, fast, other], card) == [fast, other]
+
+
 def test_the_first_load_of_a_loop_waits_for_its_turn():
     launch = launch_of()
     from tests.kernels.emulated import count_instructions
@@ -146,7 +153,7 @@ COUNTED = """
 import json
 import torch
 from bench import predict
-from bench.launches import OPERATIONS
+from bench.launches import OPERATIONS, Peer
 from tests.kernels.emulated import count, recorded
 
 card = predict.CARDS["H100"]
@@ -160,8 +167,13 @@ for launch in launches:
     numbers = launch.read, launch.written, launch.instructions, predict.time_of(launch, card).us
     print(json.dumps([launch.name, *numbers]))
 # a library that launches a program for each of 132 multiprocessors: here 12 rows a program
-(shared,) = predict.launches_of(OPERATIONS["rms_norm"].prepare, 132 * 12 - 7, 2048, card, True)
+peer = Peer("peer", "torch", OPERATIONS["rms_norm"].prepare, is_persistent=True)
+(shared,) = predict.launches_of(peer, 132 * 12 - 7, 2048, card)
 print(json.dumps([shared.programs, shared.read, shared.written]))
+# kernels of torch.compile, of which each configuration is compiled
+(inductor,) = [x for x in OPERATIONS["rms_norm"].peers if x.name == "inductor"]
+for launch in predict.launches_of(inductor, 64, 2048, card):
+    print(json.dumps([launch.name, launch.read, launch.written]))
 """
 
 
@@ -171,7 +183,10 @@ def test_bytes_are_those_of_the_shapes():
     root = Path(__file__).parents[2]
     how: Any = {"cwd": root, "env": environment | {"PYTHONPATH": str(root)}, "check": True}
     done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, **how)
-    forward, backward, sums, even, odd, shared = map(json.loads, done.stdout.splitlines())
+    lines = done.stdout.splitlines()
+    forward, backward, sums, even, odd, shared, compiled = map(json.loads, lines)
+    assert compiled[0].startswith("triton_")
+    assert compiled[1:] == [64 * 4096 + 4096, 64 * 4096]
     assert shared == [132, pytest.approx((132 * 12 - 7) * 4096, rel=0.1), (132 * 12 - 7) * 4096]
     rows = 24 * 2048 * 2
     assert forward[:3] == ["norm_kernel", rows + 2048 * 2, rows]

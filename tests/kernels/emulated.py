@@ -85,6 +85,8 @@ def recorded(arch: str, units: int) -> Iterator[list[Launch]]:
         compiled: Any = JITFunction.run
 
         def run(function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+            if callable(grid):
+                grid = grid(launching.bound_arguments(function, args, kwargs))
             kernel = compiled(function, *args, grid=grid, warmup=True, **kwargs)
             known = compile_only._read(kernel)
             x, y, z = (*map(int, grid), 1, 1)[:3]
@@ -166,6 +168,13 @@ class Watched(GlobalMemory):
         super().store(address, words, text)
 
 
+def without_hints(ptx: str) -> str:
+    """Return PTX without hints to the caches, which other libraries give: values are the same."""
+    ptx = re.sub(r"[^\n;]*createpolicy[^;]*;", "", ptx)
+    ptx = re.sub(r"((?:ld|st)\.global[^;]*?)\.L2::cache_hint([^;]*?),\s*%rd\d+\s*;", r"\1\2;", ptx)
+    return re.sub(r"\.L1::(evict_\w+|no_allocate)", "", ptx)
+
+
 def run_blocks(launch: Launch, blocks: tuple[int, ...]) -> tuple[Any, Any, Watched]:
     """Run some programs; return the PTX, how often one executes each instruction, the memory."""
     made: dict[int, torch.Tensor] = {}
@@ -188,7 +197,7 @@ def run_blocks(launch: Launch, blocks: tuple[int, ...]) -> tuple[Any, Any, Watch
     values = {name: real(value) for name, value in launch.arguments.items()}
     leaves = [leaf for name in values for leaf in launching._leaves(types[name], values[name])]
     params, maps = launching._encode(leaves, [])
-    program = parse(launch.kernel.asm["ptx"])
+    program = parse(without_hints(launch.kernel.asm["ptx"]))
     memory = Watched([value for kind, value in leaves if kind.startswith("*")])
     shared = SharedMemory(1, launch.shared, False)
     named = dict(zip(program.params, params, strict=True))
