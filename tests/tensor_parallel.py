@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,39 +16,19 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from zoo import MLP, MLPBlock, SwiGLU
 
 from fusedckpt.parallel import MLPParallel
 
 B, S, D, F = 2, 8, 16, 48
 
 
-class GatedMLP(nn.Module):
-    def __init__(self, bias: bool = False):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(D, F, bias), nn.Linear(D, F, bias)
-        self.down_proj = nn.Linear(F, D, bias)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+make_swiglu, make_mlp = partial(SwiGLU, D, F), partial(MLP, D, F)
 
 
-class MLP(nn.Module):
-    def __init__(self, bias: bool = True, out: int = D):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F, bias), nn.Linear(F, out, bias)
-
-    def forward(self, x):
-        return self.fc2(nn.functional.gelu(self.fc1(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, mlp: nn.Module):
-        super().__init__()
-        # torch's own keeps its input and a number for each row
-        self.norm, self.mlp = nn.LayerNorm(D), mlp
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
+def make_block(mlp: nn.Module) -> MLPBlock:
+    # torch's own norm keeps its input and a number for each row
+    return MLPBlock(nn.LayerNorm(D), mlp)
 
 
 FIRST, LAST = ("gate_proj", "up_proj", "fc1"), ("down_proj", "fc2")

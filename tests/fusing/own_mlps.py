@@ -5,6 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
+from zoo import GEGLU
 
 D, H = 12, 20
 CONSTANT = math.sqrt(2 / math.pi)
@@ -62,19 +63,6 @@ class Gated(nn.Module):
         return self.o(self.w(x) * self.act(self.v(x)))
 
 
-class Functional(nn.Module):
-    """The first Llama's: no activation module."""
-
-    def __init__(self):
-        super().__init__()
-        self.w1 = nn.Linear(D, H, bias=False)
-        self.w2 = nn.Linear(H, D, bias=False)
-        self.w3 = nn.Linear(D, H, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
 class Packed(nn.Module):
     def __init__(self, first="gate", bias=True):
         super().__init__()
@@ -87,16 +75,6 @@ class Packed(nn.Module):
         a, b = self.wi(x).chunk(2, dim=-1)
         gate, up = (a, b) if self.first == "gate" else (b, a)
         return self.wo(self.act(gate) * up)
-
-
-class Intermediate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.dense = nn.Linear(D, H)
-        self.intermediate_act_fn = F.gelu
-
-    def forward(self, hidden_states):
-        return self.intermediate_act_fn(self.dense(hidden_states))
 
 
 class DropsInside(Plain):
@@ -135,17 +113,7 @@ class Inheriting(nn.Linear):
         nn.init.normal_(self.weight)
 
 
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = Inheriting(D, H, bias=False), Inheriting(D, H, bias=False)
-        self.w2 = Inheriting(H, D, bias=False)
-
-    def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Sequential):
+class DroppingSequential(nn.Sequential):
     def __init__(self, p=0.0):
         layers = nn.Linear(D, H), nn.GELU(), nn.Dropout(p), nn.Linear(H, D), nn.Dropout(p)
         super().__init__(*layers)
@@ -172,22 +140,12 @@ class SquaredReLU(nn.Module):
         return F.relu(z, inplace=True) ** 2
 
 
-class GEGLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(D, 2 * H)
-
-    def forward(self, x):
-        x, gate = self.proj(x).chunk(2, dim=-1)
-        return x * F.gelu(gate)
-
-
 class InList(nn.Module):
     """The layers in a list, the activation in the first of them."""
 
     def __init__(self, p=0.0):
         super().__init__()
-        self.net = nn.ModuleList([GEGLU(), nn.Dropout(p), nn.Linear(H, D)])
+        self.net = nn.ModuleList([GEGLU(D, H), nn.Dropout(p), nn.Linear(H, D)])
 
     def forward(self, x, *args, **kwargs):
         for layer in self.net:

@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from zoo import BasicBlock
 
 import fusedckpt
 from fusedckpt.memory import saved_tensors
 
 D, T, C = 16, 24, 6
-
-
-class Residual(nn.Module):
-    """A block of a residual net, with activations in place or not."""
-
-    def __init__(self, inplace: bool = True):
-        super().__init__()
-        self.conv1 = nn.Conv2d(C, C, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(C)
-        self.conv2 = nn.Conv2d(C, C, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(C)
-        self.act = nn.ReLU(inplace)
-
-    def forward(self, x):
-        h = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
-        if self.act.inplace:
-            h += x
-        else:
-            h = h + x
-        return self.act(h)
 
 
 class Diffusion(nn.Module):
@@ -55,7 +37,7 @@ class Diffusion(nn.Module):
         return x + parts[5] * self.fc2(F.gelu(self.fc1(h), approximate="tanh"))
 
 
-class Encoder(nn.Module):
+class PostNormMLP(nn.Module):
     """A block of BERT: dropout, and a norm behind the sum."""
 
     def __init__(self, p: float = 0.1):
@@ -95,7 +77,7 @@ def tokens() -> Tensor:
     return torch.randn(2, T, D)
 
 
-class Dense(nn.Module):
+class DenseBlock(nn.Module):
     """A block of a dense net, whose layers read all results before, and activations in place."""
 
     def __init__(self):
@@ -114,11 +96,11 @@ class Dense(nn.Module):
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
-    "residual": (Residual, image),
-    "residual, not in place": (lambda: Residual(inplace=False), image),
-    "dense": (Dense, image),
+    "residual": (partial(BasicBlock, C), image),
+    "residual, not in place": (partial(BasicBlock, C, inplace=False), image),
+    "dense": (DenseBlock, image),
     "diffusion": (Diffusion, tokens),
-    "encoder": (Encoder, tokens),
+    "encoder": (PostNormMLP, tokens),
     "rotary": (Rotary, tokens),
 }
 

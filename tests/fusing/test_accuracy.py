@@ -47,7 +47,7 @@ def test_a_loss_is_held_to_the_dtype_of_its_model():
         assert_near(ours * torch.nan, eager, truth, dtype=torch.bfloat16)
 
 
-class Scaled(nn.Module):
+class ScaledMLP(nn.Module):
     """An MLP with a parameter of one number, and a sum as its output."""
 
     def __init__(self, sums: bool):
@@ -70,6 +70,6 @@ def test_fuse_draws_until_it_can_judge(sums, monkeypatch):
         return judge(errors, **options)
 
     monkeypatch.setattr(Errors, "problem", watched)
-    fuse(nn.Sequential(Scaled(sums), nn.RMSNorm(64)))
+    fuse(nn.Sequential(ScaledMLP(sums), nn.RMSNorm(64)))
     assert counts
     assert min(counts) >= FEWEST

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import saved_bytes
 from torch import nn
+from zoo import SwiGLU
 
 import fusedckpt
 
@@ -14,24 +15,13 @@ peft = pytest.importorskip("peft")
 D, F = 16, 24
 
 
-class SwiGLU(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj = nn.Linear(D, F, bias=False)
-        self.up_proj = nn.Linear(D, F, bias=False)
-        self.down_proj = nn.Linear(F, D)
-
-    def forward(self, x):
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Model(nn.Module):
+class ProjectionAndMLP(nn.Module):
     """A projection, and an MLP; no embedding: its input is a tensor."""
 
     def __init__(self):
         super().__init__()
         self.proj = nn.Linear(D, D)
-        self.mlp = SwiGLU()
+        self.mlp = SwiGLU(D, F, down_bias=True)
 
     def forward(self, x):
         x = x + self.proj(x)
@@ -45,7 +35,7 @@ def config(**options):
 
 def adapted(**options):
     torch.manual_seed(0)
-    return peft.get_peft_model(Model().double(), config(**options)).train()
+    return peft.get_peft_model(ProjectionAndMLP().double(), config(**options)).train()
 
 
 def step(model, x):
@@ -81,7 +71,7 @@ def test_plain_lora():
 
 def test_adapters_after_fuse():
     torch.manual_seed(0)
-    model = Model().double()
+    model = ProjectionAndMLP().double()
     before = fusedckpt.fuse(model)
     model = peft.get_peft_model(model, config(init_lora_weights=True)).train()
     eager = copy.deepcopy(model)
@@ -155,7 +145,7 @@ def test_other_methods_are_named():
     names = ["proj", "gate_proj", "up_proj", "down_proj"]
     options = peft.IA3Config(target_modules=names, feedforward_modules=["down_proj"])
     torch.manual_seed(0)
-    model = peft.get_peft_model(Model(), options)
+    model = peft.get_peft_model(ProjectionAndMLP(), options)
     report = fusedckpt.fuse(model)
     assert not report.swapped
     assert "ia3" in str(report)
@@ -189,7 +179,7 @@ def test_odd_scales_run_as_peft_does(scale):
 def quantized_mlp(dtype, **options):
     """An MLP of bitsandbytes' linears, with float32 biases, and the same fused."""
     bnb = pytest.importorskip("bitsandbytes")
-    model = SwiGLU()
+    model = SwiGLU(D, F, down_bias=True)
     for name, linear in model.named_children():
         has_bias = linear.bias is not None
         given = linear.in_features, linear.out_features, has_bias

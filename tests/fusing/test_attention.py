@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from support import DEVICE, flops, gemms, randn, saved_bytes
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from zoo import Attention, DecoderLayer
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -22,22 +23,21 @@ D, H, T = 32, 4, 24
 SDPA = F.scaled_dot_product_attention
 
 
-class Own(nn.Module):
-    """As timm writes it."""
+class OwnAttention(Attention):
+    """With more arguments, as models have them."""
 
-    def __init__(self, dropout=0.0):
-        super().__init__()
-        self.qkv, self.proj, self.dropout = nn.Linear(D, 3 * D), nn.Linear(D, D), dropout
-
-    def heads(self, x):
-        return self.qkv(x).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-
-    def attend(self, q, k, v):
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+    def __init__(self, **options):
+        super().__init__(D, H, **options)
 
     def forward(self, x, scale=1.0, cache=None, output_attentions=False):
-        q, k, v = self.heads(x * scale)
-        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        return super().forward(x * scale)
+
+
+class NormedAttention(OwnAttention):
+    """With norms of queries and keys."""
+
+    def __init__(self):
+        super().__init__(qk_norm=True)
 
 
 class Processor:
@@ -50,7 +50,7 @@ class Core(nn.Module):
         return F.scaled_dot_product_attention(q, k, v)
 
 
-class Called(Own):
+class CallsInner(OwnAttention):
     """As diffusers does by an object, and torchtitan by a module."""
 
     def __init__(self, inner):
@@ -72,7 +72,7 @@ class OfTorch(nn.Module):
         return self.own(x, x, x, need_weights=False)[0]
 
 
-class Scores(Own):
+class Scores(OwnAttention):
     """Multiplies queries and keys itself where asked."""
 
     def attend(self, q, k, v):
@@ -83,18 +83,7 @@ class Scores(Own):
         return super().attend(q, k, v)
 
 
-class Normed(Own):
-    """With norms of queries and keys."""
-
-    def __init__(self, dropout=0.0):
-        super().__init__(dropout)
-        self.norm_q, self.norm_k = nn.RMSNorm(D // H), nn.RMSNorm(D // H)
-
-    def attend(self, q, k, v):
-        return super().attend(self.norm_q(q), self.norm_k(k), v)
-
-
-class Plain(Normed):
+class PlainAttention(NormedAttention):
     """Its attention is of plain ops, which save all probabilities on any device."""
 
     def attend(self, q, k, v):
@@ -126,23 +115,16 @@ def flash_attn_func(q, k, v):
     return flash.Kernel.apply(q, k, v)
 
 
-class Flashed(Own):
+class Flashed(OwnAttention):
     def attend(self, q, k, v):
         return flash_attn_func(q, k, v)
 
 
-class Layer(nn.Module):
-    def __init__(self, attention):
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.attention, self.mlp = attention, fusedckpt.GatedMLP(D, 2 * D)
-
-    def forward(self, x, **options):
-        x = x + self.attention(self.norm1(x), **options)
-        return x + self.mlp(self.norm2(x))
+def layer_of(attention, kind=DecoderLayer):
+    return kind(D, attention, fusedckpt.GatedMLP(D, 2 * D), nn.RMSNorm)
 
 
-def pair(kind, layer=Layer, **options):
+def pair(kind, layer=layer_of, **options):
     torch.manual_seed(0)
     eager = nn.ModuleList([layer(kind())]).to(DEVICE)[0]
     model = copy.deepcopy(eager)
@@ -183,9 +165,9 @@ def statistics_bytes(batch=2, dtype=torch.float32, rows=T, heads=H, width=D // H
 
 
 KINDS = {
-    "own": Own,
-    "processor": lambda: Called(Processor()),
-    "core": lambda: Called(Core()),
+    "own": OwnAttention,
+    "processor": lambda: CallsInner(Processor()),
+    "core": lambda: CallsInner(Core()),
     "torch": OfTorch,
 }
 
@@ -209,10 +191,10 @@ def test_saves_input_output_and_log_sum_exp(kind):
 
 @pytest.mark.parametrize("save", ["gate", "preact"])
 def test_at_other_levels_attention_runs_as_ever(save):
-    _, _, report = pair(Normed, save=save)
+    _, _, report = pair(NormedAttention, save=save)
     assert "attention" not in report.swapped
-    eager, model, report = pair(Normed)
-    assert report.swapped["attention"] == "Normed -> recomputed but for attention itself"
+    eager, model, report = pair(NormedAttention)
+    assert report.swapped["attention"] == "NormedAttention -> recomputed but for attention itself"
     for each in (eager, model):
         each.mlp = nn.Identity()
     x = randn(2, T, D)
@@ -225,7 +207,7 @@ def test_at_other_levels_attention_runs_as_ever(save):
 
 def test_under_autocast():
     """Casts of queries and keys are no part of the region."""
-    eager, model, _ = pair(Own)
+    eager, model, _ = pair(OwnAttention)
     for each in (eager, model):
         each.attention.attend = lambda q, k, v: F.scaled_dot_product_attention(
             q.float(), k.float(), v
@@ -281,7 +263,7 @@ FALLBACKS = {
 @pytest.mark.parametrize("case", FALLBACKS)
 def test_calls_that_are_not_fused(case):
     options, key = FALLBACKS[case]
-    eager, model, report = pair(Plain if case == "again" else Scores)
+    eager, model, report = pair(PlainAttention if case == "again" else Scores)
     for each in (eager, model):
         if case == "hook":
             each.attention.qkv.register_forward_hook(lambda *_: None)
@@ -299,7 +281,7 @@ def test_calls_that_are_not_fused(case):
 @pytest.mark.parametrize("case", ["eval", "no grad", "compiled", "checkpoint", "regions"])
 def test_calls_that_run_as_ever(case):
     """Attention runs again where an outer checkpoint recomputes it, else once."""
-    eager, model, report = pair(Own)
+    eager, model, report = pair(OwnAttention)
     x, runs = randn(2, T, D), 1
     run = model
     if case == "eval":
@@ -324,30 +306,32 @@ def test_calls_that_run_as_ever(case):
 
 
 def test_chosen_by_name_and_kept_in_copies():
-    _, model, report = pair(Own, skip="attention")
-    assert type(model.attention) is Own
+    _, model, report = pair(OwnAttention, skip="attention")
+    assert type(model.attention) is OwnAttention
     assert "attention" not in report.swapped
-    assert type(pair(Own, attention=False)[1].attention) is Own
+    assert type(pair(OwnAttention, attention=False)[1].attention) is OwnAttention
     # other levels leave q, k and v saved, and gain nothing without norms
-    assert type(pair(Own, save="preact")[1].attention) is Own
-    eager, model, _ = pair(Own, only="att*")
-    assert fuse(model).already == {"attention": "Own -> recomputed but for attention itself"}
+    assert type(pair(OwnAttention, save="preact")[1].attention) is OwnAttention
+    eager, model, _ = pair(OwnAttention, only="att*")
+    assert fuse(model).already == {
+        "attention": "OwnAttention -> recomputed but for attention itself"
+    }
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert type(each.attention).__name__ == "FusedOwn"
+        assert type(each.attention).__name__ == "FusedOwnAttention"
         assert_equal(each, eager, randn(2, T, D))
 
 
 def test_a_frozen_module_and_a_replaced_forward():
     # dropout draws the same numbers
-    eager, model, _ = pair(lambda: Own(0.5))
+    eager, model, _ = pair(lambda: OwnAttention(dropout=0.5))
     assert_equal(model, eager, randn(2, T, D))
-    eager, model, _ = pair(Own)
+    eager, model, _ = pair(OwnAttention)
     for each in (eager, model):
         each.attention.requires_grad_(False)
     x = randn(2, T, D)
     found, expected = (torch.autograd.grad(each(x).square().sum(), [x]) for each in (model, eager))
     torch.testing.assert_close(found, expected)
-    model = Layer(Own())
+    model = layer_of(OwnAttention())
     model.attention.forward = model.attention.forward
     assert fuse(model).left["attention"].key == "forward"
     assert F.scaled_dot_product_attention is SDPA

@@ -24,7 +24,7 @@ GENERATOR, VARIABLE = torch.Generator(), contextvars.ContextVar("scale", default
 GLOBAL = [1.0]
 
 
-class Attention(nn.Module):
+class ScaledAttention(nn.Module):
     """Scales its input by what a case says."""
 
     def __init__(self, case):
@@ -317,7 +317,7 @@ def models(case):
     for _ in range(2):
         torch.manual_seed(0)
         # a class of its own, as one case writes to it
-        kind = type("Attention", (Attention,), {"__module__": __name__})
+        kind = type("ScaledAttention", (ScaledAttention,), {"__module__": __name__})
         found.append(nn.Sequential(nn.LayerNorm(D), kind(case())).double().to(DEVICE))
     eager, fused = found
     assert "recomputed but for attention" in fuse(fused).swapped["1"]
@@ -387,10 +387,10 @@ class ATensorGiven(Case):
 
 
 LOUD = {
-    ABias: r"FusedAttention: qkv.bias has been modified by an inplace operation",
-    ABuffer: r"FusedAttention: table has been modified by an inplace operation",
-    AGlobal: r"fuse: FusedAttention: the recompute gives other values",
-    ATensorGiven: r"FusedAttention: a tensor in its arguments has been modified",
+    ABias: r"FusedScaledAttention: qkv.bias has been modified by an inplace operation",
+    ABuffer: r"FusedScaledAttention: table has been modified by an inplace operation",
+    AGlobal: r"fuse: FusedScaledAttention: the recompute gives other values",
+    ATensorGiven: r"FusedScaledAttention: a tensor in its arguments has been modified",
 }
 
 
@@ -448,7 +448,7 @@ def test_copies_no_mask():
 
 def test_noting_a_call_and_its_state_takes_few_calls():
     """Of functions of Python and C, of a module with three modules inside."""
-    module = Attention(Case()).to(DEVICE)
+    module = ScaledAttention(Case()).to(DEVICE)
     args = torch.randn(2, T, D, device=DEVICE), {"mask": None}
     states = []
 
@@ -469,9 +469,9 @@ def test_noting_a_call_and_its_state_takes_few_calls():
 
 @pytest.mark.parametrize("kind", ["attention", "mlp"])
 def test_saves_nothing_where_nothing_needs_a_gradient(kind):
-    from test_recomputed_call import Odd
+    from test_recomputed_call import OddMLP
 
-    module = Attention(Case()) if kind == "attention" else Odd()
+    module = ScaledAttention(Case()) if kind == "attention" else OddMLP()
     model = nn.Sequential(nn.LayerNorm(module.out.out_features), module).to(DEVICE)
     fuse(model)
     model.requires_grad_(False)

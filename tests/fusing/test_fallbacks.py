@@ -5,30 +5,16 @@ import pickle
 
 import pytest
 import torch
-from own_classes import LlamaRMSNorm
 from support import DEVICE, needs_inductor, randn
 from swap_cases import D, F, assert_equal
-from test_swapped_calls import Gated, Tagged
+from test_swapped_calls import Scalable, Tagged
 from torch import nn
+from zoo import MLP, LlamaRMSNorm, LoraLinear, OwnLinear
 
 import fusedckpt
 from fusedckpt import fuse, report, unfuse
 
-BYTES, LORA = 4, "test_fallbacks.LoraLinear"
-
-
-class LoraLayer:
-    """The base of a library's adapters."""
-
-
-class LoraLinear(nn.Module, LoraLayer):
-    def __init__(self, base):
-        super().__init__()
-        self.base_layer = base
-        self.a, self.b = nn.Linear(D, 2, bias=False), nn.Linear(2, F, bias=False)
-
-    def forward(self, x):
-        return self.base_layer(x) + self.b(self.a(x))
+BYTES, LORA = 4, "zoo.LoraLinear"
 
 
 class Untagged(nn.Parameter):
@@ -40,66 +26,60 @@ class Untagged(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-class Dropping(nn.Module):
+class DropsBeforeGELU(MLP):
     def __init__(self):
-        super().__init__()
-        self.fc1, self.act, self.fc2 = nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)
+        super().__init__(D, F)
         self.drop = nn.Dropout(0.5)
 
     def forward(self, x):
-        return self.fc2(self.act(self.drop(self.fc1(x))))
-
-
-class OtherLinear(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * 1
+        return self.fc2(nn.functional.gelu(self.drop(self.fc1(x))))
 
 
 def adapt(model):
-    model[0].gate = LoraLinear(model[0].gate).to(DEVICE)
+    model[0].gate_proj = LoraLinear(model[0].gate_proj).requires_grad_()
 
 
 def hook(model):
-    model[0].up.register_forward_hook(lambda *_: None)
+    model[0].up_proj.register_forward_hook(lambda *_: None)
 
 
 def replace_forward(model):
-    forward = model[0].up.forward
-    model[0].up.forward = lambda x: forward(x) * 2
+    forward = model[0].up_proj.forward
+    model[0].up_proj.forward = lambda x: forward(x) * 2
 
 
 def replace(model):
-    model[0].act = nn.GELU()
+    model[0].act_fn = nn.GELU()
 
 
 def replace_linear(model):
-    model[0].up = nn.Sequential(model[0].up)
+    model[0].up_proj = nn.Sequential(model[0].up_proj)
 
 
 def change_class(model):
-    model[0].down.__class__ = OtherLinear
+    model[0].down_proj.__class__ = OwnLinear
 
 
 def tag(model):
-    model[0].down.weight = Untagged(model[0].down.weight.detach())
+    model[0].down_proj.weight = Untagged(model[0].down_proj.weight.detach())
 
 
 REASONS = {
-    "adapter": (adapt, ("adapter", f"gate is a {LORA}")),
-    "hook": (hook, ("hook", "up")),
-    "forward": (replace_forward, ("hook", "up")),
-    "linear": (replace_linear, ("child", "up")),
-    "class": (change_class, ("linear", ("down", "OtherLinear"))),
+    "adapter": (adapt, ("adapter", f"gate_proj is a {LORA}")),
+    "hook": (hook, ("hook", "up_proj")),
+    "forward": (replace_forward, ("hook", "up_proj")),
+    "linear": (replace_linear, ("child", "up_proj")),
+    "class": (change_class, ("linear", ("down_proj", "OwnLinear"))),
     "weight": (
         tag,
-        ("weight", "down.weight is a Untagged of layout torch.strided"),
+        ("weight", "down_proj.weight is a Untagged of layout torch.strided"),
     ),
 }
 
 
 def stack():
     torch.manual_seed(0)
-    return nn.Sequential(Gated(), LlamaRMSNorm(D), Gated()).to(DEVICE)
+    return nn.Sequential(Scalable(), LlamaRMSNorm(D), Scalable()).to(DEVICE)
 
 
 @pytest.mark.parametrize(("alter", "reason"), REASONS.values(), ids=list(REASONS))
@@ -116,7 +96,7 @@ def test_a_changed_child_is_named_with_its_cost(alter, reason):
     more, words = BYTES * 4 * F, str(fused.fallbacks["0"])
     assert str(fused).endswith(
         "not run fused: 1 of 3\n"
-        f"  1 x Gated -> gated_mlp (silu): {words}; {fused.fallbacks['0'].remedy} (0): up to "
+        f"  1 x Scalable -> gated_mlp (silu): {words}; {fused.fallbacks['0'].remedy} (0): up to "
         f"{more:,} bytes per token more\n"
         "print(fusedckpt.report(model, **batch)) measures what a step saves, and where, "
         "also with recompute_elementwise=True"
@@ -145,7 +125,7 @@ def test_other_arguments_are_named():
 
 
 def test_dropout_counts_while_training_alone():
-    model = nn.Sequential(Dropping()).to(DEVICE)
+    model = nn.Sequential(DropsBeforeGELU()).to(DEVICE)
     # at this level nothing is recomputed
     fused = fuse(model.eval(), save="preact", verify=False)
     model(randn(3, D))
@@ -186,7 +166,7 @@ def test_fuse_again_begins_anew():
     assert again.already == fused.swapped
     assert again.saved == fused.saved
     assert str(again).startswith("fused 0 modules, left 0, 3 fused before\n")
-    assert "     2 x Gated -> gated_mlp (silu) (before)" in str(again)
+    assert "     2 x Scalable -> gated_mlp (silu) (before)" in str(again)
 
 
 def test_a_report_outlives_its_model():
@@ -222,7 +202,7 @@ def test_a_checkpoint_drops_what_a_fallback_would_keep():
 def test_compiled_code_notes_it_without_breaks_or_recompiles():
     from torch._dynamo.testing import CompileCounter
 
-    model = nn.Sequential(stack(), Dropping().to(DEVICE))
+    model = nn.Sequential(stack(), DropsBeforeGELU().to(DEVICE))
     fused = fuse(model, save="preact", verify=False)
     hook(model[0])
     counter = CompileCounter()

@@ -9,26 +9,22 @@ import torch.nn.functional as F
 from own_mlps import Plain, is_fused
 from support import DEVICE, randn
 from torch import nn
+from zoo import GatedMLP, OwnSequential
 
 from fusedckpt import fuse, unfuse
 
 D, H = 12, 20
 
 
-class Gated(nn.Module):
+class Computed(GatedMLP):
     """SwiGLU's parts, and the function that computes with them."""
 
-    def __init__(self, compute=lambda m, x: m.w2(m.hidden(x)), **parts):
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
-        self.w2 = nn.Linear(H, D, bias=False)
-        # a child, so that it is named whatever it computes
-        self.act, self.limit, self.compute = nn.SiLU(), 7.0, compute
+    def __init__(self, compute=lambda m, x: m.down_proj(m.hidden(x)), **parts):
+        # its activation is a child, so that it is named whatever it computes
+        super().__init__(D, H)
+        self.limit, self.compute = 7.0, compute
         for name, part in parts.items():
             setattr(self, name, part)
-
-    def hidden(self, x):
-        return self.act(self.w1(x)) * self.w3(x)
 
     def forward(self, x):
         return self.compute(self, x)
@@ -50,76 +46,81 @@ class Doubling(nn.Linear):
 
 
 def clamped_before(m, x):
-    gate, up = m.w1(x).clamp(max=m.limit), m.w3(x).clamp(-m.limit, m.limit)
-    return m.w2(F.silu(gate) * up)
+    gate, up = m.gate_proj(x).clamp(max=m.limit), m.up_proj(x).clamp(-m.limit, m.limit)
+    return m.down_proj(F.silu(gate) * up)
 
 
 def clamped_after(m, x):
-    return m.w2(F.silu(m.w1(x)).clamp(max=m.limit) * m.w3(x))
+    return m.down_proj(F.silu(m.gate_proj(x)).clamp(max=m.limit) * m.up_proj(x))
 
 
 def clamped_hidden(m, x):
-    return m.w2(m.hidden(x).clamp(-m.limit, m.limit))
+    return m.down_proj(m.hidden(x).clamp(-m.limit, m.limit))
 
 
 def clamped_result(m, x):
-    return m.w2(m.hidden(x)).clamp(-m.limit, m.limit)
+    return m.down_proj(m.hidden(x)).clamp(-m.limit, m.limit)
 
 
 def by_value(m, x):
     h = m.hidden(x)
-    return m.w2(h / h.abs().max() if h.abs().max() > m.limit else h)
+    return m.down_proj(h / h.abs().max() if h.abs().max() > m.limit else h)
 
 
 def noisy(m, x):
-    return x if m.training and torch.rand(()) < 1e-3 else m.w2(m.hidden(x))
+    return x if m.training and torch.rand(()) < 1e-3 else m.down_proj(m.hidden(x))
 
 
 def noisy_in_python(m, x):
-    return x if m.training and random.random() < 1e-3 else m.w2(m.hidden(x))
+    return x if m.training and random.random() < 1e-3 else m.down_proj(m.hidden(x))
 
 
 def watching(m, x):
     m.seen = m.hidden(x).detach().mean()
-    return m.w2(m.hidden(x))
+    return m.down_proj(m.hidden(x))
 
 
 def logging(m, x):
     m.shapes.append(x.shape)
-    return m.w2(m.hidden(x))
+    return m.down_proj(m.hidden(x))
 
 
 def counting(m, x):
     m.calls.add_(1)
-    return m.w2(m.hidden(x))
+    return m.down_proj(m.hidden(x))
 
 
 def without_gradient(m, x):
     with torch.no_grad():
-        gate = F.silu(m.w1(x))
-    return m.w2(gate * m.w3(x))
+        gate = F.silu(m.gate_proj(x))
+    return m.down_proj(gate * m.up_proj(x))
 
 
 @torch.no_grad()
 def never_a_gradient(m, x):
-    return m.w2(m.hidden(x))
+    return m.down_proj(m.hidden(x))
 
 
 def hooking(m, x):
     h = m.hidden(x)
     if h.requires_grad:
         h.register_hook(lambda dh: dh * 2)
-    return m.w2(h)
+    return m.down_proj(h)
 
 
 def in_full(m, x):
     with torch.autocast(x.device.type if x.device.type == "cuda" else "cpu", enabled=False):
-        return m.w2(m.hidden(x.float()))
+        return m.down_proj(m.hidden(x.float()))
 
 
 def doubled(condition):
     """Return a forward that computes something else under a condition."""
-    return lambda m, x: m.w2(m.hidden(x)) * 2 if condition(m, x) else m.w2(m.hidden(x))
+
+    def compute(m, x):
+        y = m.down_proj(m.hidden(x))
+        return y * 2 if condition(m, x) else y
+
+    return compute
 
 
 # the forward, the module's parts, the reason's key
@@ -130,7 +131,7 @@ GUARDS = {
     "clamped result": (clamped_result, {}, "ops"),
     "by value": (by_value, {}, "values"),
     "by row": (
-        lambda m, x: m.w2(m.hidden(x) - m.hidden(x).mean(-1, keepdim=True) * 1e-7),
+        lambda m, x: m.down_proj(m.hidden(x) - m.hidden(x).mean(-1, keepdim=True) * 1e-7),
         {},
         "ops",
     ),
@@ -141,7 +142,7 @@ GUARDS = {
     "buffer": (counting, {"calls": nn.Buffer(torch.zeros(()))}, "writes"),
     "long": (doubled(lambda m, x: x.shape[1] > 1000), {}, "varies"),
     "first token": (
-        lambda m, x: m.w2(m.hidden(x[:, 0])),
+        lambda m, x: m.down_proj(m.hidden(x[:, 0])),
         {},
         "result",
     ),
@@ -151,27 +152,27 @@ GUARDS = {
         {},
         "function",
     ),
-    "its own gradient": (lambda m, x: m.w2(Halving.apply(m.hidden(x))), {}, "function"),
+    "its own gradient": (lambda m, x: m.down_proj(Halving.apply(m.hidden(x))), {}, "function"),
     "detached": (
-        lambda m, x: m.w2(F.silu(F.linear(x, m.w1.weight.detach())) * m.w3(x)),
+        lambda m, x: m.down_proj(F.silu(F.linear(x, m.gate_proj.weight.detach())) * m.up_proj(x)),
         {},
         "ops",
     ),
     "hook on a tensor": (hooking, {}, "tensor hooks"),
-    "its own call": (clamped_hidden, {"w1": Doubling(D, H)}, "hook"),
+    "its own call": (clamped_hidden, {"gate_proj": Doubling(D, H)}, "hook"),
     "without autocast": (in_full, {}, "function"),
-    "rounding": (lambda m, x: m.w2(m.hidden(x.bfloat16().to(x.dtype))), {}, "ops"),
+    "rounding": (lambda m, x: m.down_proj(m.hidden(x.bfloat16().to(x.dtype))), {}, "ops"),
     "a buffer": (
-        lambda m, x: m.w2(m.hidden(x) * m.scale),
+        lambda m, x: m.down_proj(m.hidden(x) * m.scale),
         {"scale": nn.Buffer(torch.ones(H))},
         "ops",
     ),
     "a tensor": (
-        lambda m, x: m.w2(m.hidden(x) * m.scale),
+        lambda m, x: m.down_proj(m.hidden(x) * m.scale),
         {"scale": torch.ones((), device=DEVICE)},
         "state",
     ),
-    "in place": (lambda m, x: m.w2(m.hidden(x.mul_(1.0))), {}, "writes"),
+    "in place": (lambda m, x: m.down_proj(m.hidden(x.mul_(1.0))), {}, "writes"),
     "grad mode": (doubled(lambda m, x: torch.is_grad_enabled()), {}, "varies"),
     "autocast": (
         doubled(lambda m, x: torch.is_autocast_enabled("cpu")),
@@ -185,13 +186,13 @@ GUARDS = {
     ),
     "dimensions": (doubled(lambda m, x: x.dim() == 2), {}, "varies"),
     "one token": (doubled(lambda m, x: x.numel() == D), {}, "varies"),
-    "a child's mode": (doubled(lambda m, x: m.w1.training), {}, "varies"),
+    "a child's mode": (doubled(lambda m, x: m.gate_proj.training), {}, "varies"),
 }
 
 
 @pytest.mark.parametrize(("compute", "parts", "key"), GUARDS.values(), ids=list(GUARDS))
 def test_a_forward_that_is_no_block(compute, parts, key):
-    module = Gated(compute, **copy.deepcopy(parts)).to(DEVICE)
+    module = Computed(compute, **copy.deepcopy(parts)).to(DEVICE)
     before, states = copy.deepcopy(module), (random.getstate(), torch.get_rng_state())
     # at this level nothing is recomputed
     report = fuse(module, verify=False, save="preact")
@@ -207,10 +208,10 @@ def test_a_forward_that_is_no_block(compute, parts, key):
 @pytest.mark.parametrize("name", GUARDS)
 def test_it_is_recomputed_only_with_the_same_results(name):
     compute, parts, _ = GUARDS[name]
-    module = Gated(compute, **copy.deepcopy(parts)).to(DEVICE, torch.float64)
+    module = Computed(compute, **copy.deepcopy(parts)).to(DEVICE, torch.float64)
     eager, x = copy.deepcopy(module), 10 * randn(2, 3, D, dtype=torch.float64)
     swapped = fuse(module, verify=False).swapped
-    assert swapped in ({}, {"": "Gated -> recomputed"})
+    assert swapped in ({}, {"": "Computed -> recomputed"})
     assert swapped or not name.startswith("clamped")
     for training in (True, False) if swapped else ():
         ours, theirs = (
@@ -223,10 +224,10 @@ def test_it_is_recomputed_only_with_the_same_results(name):
 @pytest.mark.parametrize("limit", [5.0, 20.0, 1e4])
 @pytest.mark.parametrize("compute", [clamped_before, clamped_after, clamped_hidden, clamped_result])
 def test_a_limit_is_seen_wherever_it_is(compute, limit):
-    assert fuse(Gated(compute, limit=limit).to(DEVICE), save="preact").swapped == {}
+    assert fuse(Computed(compute, limit=limit).to(DEVICE), save="preact").swapped == {}
 
 
-class ClampedInHalf(Gated):
+class ClampedInHalf(Computed):
     """As T5's: another function in one dtype."""
 
     def hidden(self, x):
@@ -234,7 +235,7 @@ class ClampedInHalf(Gated):
         return h.clamp(-0.1, 0.1) if h.dtype == torch.bfloat16 else h
 
 
-class Widening(Gated):
+class Widening(Computed):
     def forward(self, x):
         return super().forward(x).float()
 
@@ -255,7 +256,7 @@ class Config:
     is_double = False
 
 
-class Tuned(Gated):
+class Tuned(Computed):
     """A number, a flag, a function, a class's number and a configuration's."""
 
     factor = 1.0
@@ -264,7 +265,7 @@ class Tuned(Gated):
         super().__init__(scale=1.0, bypass=False, fn=F.silu, config=Config())
 
     def hidden(self, x):
-        h = self.fn(self.w1(x)) * self.w3(x)
+        h = self.fn(self.gate_proj(x)) * self.up_proj(x)
         h = h * 2 if self.config.is_double or hasattr(self, "late") else h
         h = h * 2 if getattr(self.config, "late", False) else h
         return h if self.scale == 1.0 and self.factor == 1.0 else h * self.scale * self.factor
@@ -281,7 +282,7 @@ CHANGES = {
     "configuration": lambda m: setattr(m.config, "is_double", True),
     "was not there": lambda m: setattr(m, "late", 1),
     "was not in the configuration": lambda m: setattr(m.config, "late", True),
-    "bias": lambda m: setattr(m.w1, "bias", nn.Parameter(torch.ones(H, device=DEVICE))),
+    "bias": lambda m: setattr(m.gate_proj, "bias", nn.Parameter(torch.ones(H, device=DEVICE))),
 }
 
 
@@ -298,12 +299,11 @@ def test_what_its_forward_reads_must_still_hold(change):
     assert is_fused(twin, x)
 
 
-class Grown(nn.Sequential):
-    pass
-
-
 def test_a_layer_that_came_later_runs():
-    module, x = Grown(nn.Linear(D, H), nn.SiLU(), nn.Dropout(0.0), nn.Linear(H, D)), randn(3, D)
+    module, x = (
+        OwnSequential(nn.Linear(D, H), nn.SiLU(), nn.Dropout(0.0), nn.Linear(H, D)),
+        randn(3, D),
+    )
     fuse(module.to(DEVICE))
     assert is_fused(module, x)
     module.append(nn.Tanh())

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zoo import GEGLU, DecoderLayer, Heads, Scan
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -26,29 +27,11 @@ from fusedckpt.memory import peak_bytes, saved_tensors
 D, T = 16, 12
 
 
-class Scan(nn.Module):
-    """A scan in a loop of its own, which no function marks."""
-
-    noise = 0.0
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.drop = nn.Linear(D, D), nn.Dropout(0.2)
-
-    def forward(self, x):
-        gate, state = self.gate(x).sigmoid(), torch.zeros_like(x[:, 0])
-        states = []
-        for step in range(x.shape[1]):
-            state = gate[:, step] * state + (1 - gate[:, step]) * x[:, step].sin()
-            states.append(self.drop(state).tanh())
-        return torch.stack(states, 1)
-
-
-class Noting(Scan):
+class NotingScan(Scan):
     """Draws from all generators, and writes state of each kind."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, d, dropout=0.0):
+        super().__init__(d, dropout)
         self.norm, self.calls, self.seen = nn.BatchNorm1d(D), 0, []
         self.register_buffer("mean", torch.zeros(D))
 
@@ -61,7 +44,7 @@ class Noting(Scan):
         return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
 
 
-class Counting(Scan):
+class TickingScan(Scan):
     """Gives something else each time."""
 
     def forward(self, x):
@@ -71,33 +54,24 @@ class Counting(Scan):
 TICKS = itertools.count()
 
 
-class Late(nn.Module):
+class LateAttention(Heads):
     """Attention in a function that its code does not name."""
 
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+    def __init__(self, d, dropout):
+        super().__init__(d)
 
-    def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        y = getattr(F, "scaled_dot_product" + "_attention")(q, k, v)
-        return self.out(y.transpose(1, 2).flatten(2))
+    def attend(self, q, k, v):
+        return getattr(F, "scaled_dot_product" + "_attention")(q, k, v)
 
 
-class Block(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.norm, self.mixer = nn.LayerNorm(D), kind()
-        self.mlp = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
-
-    def forward(self, x):
-        x = x + self.mixer(self.norm(x))
-        return x + self.mlp(x)
+def block_of(kind, dropout=0.2, block=DecoderLayer):
+    mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
+    return block(D, kind(D, dropout=dropout), mlp)
 
 
-def build(kind, count=2):
+def build(kind, count=2, dropout=0.2):
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(kind) for _ in range(count))).to(DEVICE)
+    return nn.Sequential(*(block_of(kind, dropout) for _ in range(count))).to(DEVICE)
 
 
 def seed():
@@ -114,7 +88,7 @@ def step(model, x):
     return [y.detach(), *grads, *(b.clone() for b in model.buffers()), *drawn]
 
 
-KINDS = Scan, Noting, Late
+KINDS = Scan, NotingScan, LateAttention
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,16 +96,16 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
     eager, x = build(kind), randn(2, T, D)
     fused, by_batch = copy.deepcopy(eager), copy.deepcopy(eager)
     report = fuse(fused)
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     lines = str(report).splitlines()
     (line,) = (line for line in lines if f" 2 x {kind.__name__}: " in line)
     # what a matcher has left says why, and that it waits
-    is_left = "0.mixer" in report.left
+    is_left = "0.attention" in report.left
     assert line.startswith("  left " if is_left else "  undecided ")
     assert "its first training call will show whether it saves enough to be fused" in line
     assert "run a training step, or call fuse(model, example_inputs=...)" in line
     fuse(by_batch, example_inputs=x)
-    changes = {n: c for n, c in report.swapped.items() if n.endswith("mixer")}
+    changes = {n: c for n, c in report.swapped.items() if n.endswith("attention")}
     assert changes == {}
     for _ in range(3):
         seed()
@@ -139,7 +113,7 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
         seed()
         torch.testing.assert_close(step(fused, x), expected)
     assert report.undecided == {}
-    assert [n for n in report.swapped if n.endswith("mixer")] == ["0.mixer", "1.mixer"]
+    assert [n for n in report.swapped if n.endswith("attention")] == ["0.attention", "1.attention"]
     assert "observed the first training call: 2 modules run again in backward" in str(report)
     step(by_batch, x)
     assert saved_bytes(fused, [x]) == saved_bytes(by_batch, [x]) < saved_bytes(eager, [x])
@@ -149,7 +123,7 @@ def test_the_first_step_is_as_ever_and_shows_what_saves_much(kind):
     assert not nn.modules.module._has_any_global_hook()
 
 
-@pytest.mark.parametrize("kind", [Scan, Late])
+@pytest.mark.parametrize("kind", [Scan, LateAttention])
 def test_the_first_step_saves_less_already(kind):
     eager, x = build(kind, 4), randn(64, 4 * T, D)
     fused = copy.deepcopy(eager)
@@ -165,7 +139,7 @@ def test_the_first_step_saves_less_already(kind):
 
 
 def test_a_module_that_is_not_the_same_twice_stays(monkeypatch):
-    eager, x = build(Counting, 1), randn(2, T, D)
+    eager, x = build(TickingScan, 1), randn(2, T, D)
     fused = copy.deepcopy(eager)
     report = fuse(fused)
     monkeypatch.setattr(sys.modules[__name__], "TICKS", itertools.count())
@@ -175,10 +149,10 @@ def test_a_module_that_is_not_the_same_twice_stays(monkeypatch):
     seed()
     torch.testing.assert_close(step(fused, x), expected)
     assert next(TICKS) == 2
-    assert report.left == {"0.mixer": ("twice", "")}
+    assert report.left == {"0.attention": ("twice", "")}
     assert report.undecided == {}
     step(fused, x)
-    assert type(fused[0].mixer) is Counting
+    assert type(fused[0].attention) is TickingScan
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError])
@@ -198,7 +172,7 @@ def test_a_second_run_that_fails_leaves_the_step_as_it_is(error, monkeypatch):
     seed()
     torch.testing.assert_close(step(fused, x), expected)
     key = "memory" if error is torch.OutOfMemoryError else "second"
-    assert report.left["0.mixer"].key == key
+    assert report.left["0.attention"].key == key
 
 
 def test_an_error_of_the_model_is_its_own():
@@ -210,7 +184,7 @@ def test_an_error_of_the_model_is_its_own():
         with pytest.raises(ValueError, match="normalized_shape"):
             model(randn(2, T, D + 1))
     assert not nn.modules.module._has_any_global_hook()
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     step(model, x)
     assert report.undecided == {}
 
@@ -256,22 +230,22 @@ def test_other_calls_do_not_count(way):
         compiled = torch.compile(model, backend=lambda graph, _: graphs.append(1) or graph)
         compiled(x).sum().backward()
         assert len(graphs) == 1
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     step(model, x)
     assert report.undecided == {}
-    assert "0.mixer" in report.swapped
+    assert "0.attention" in report.swapped
 
 
 def test_a_module_in_a_checkpoint_needs_no_second_run():
-    class Checkpointed(Block):
+    class CheckpointedBlock(DecoderLayer):
         def forward(self, x):
             return checkpoint(super().forward, x, use_reentrant=False)
 
-    model, x = nn.Sequential(Checkpointed(Scan)).to(DEVICE), randn(2, T, D)
+    model, x = nn.Sequential(block_of(Scan, block=CheckpointedBlock)).to(DEVICE), randn(2, T, D)
     report = fuse(model)
     step(model, x)
-    assert report.left == {"0.mixer": ("in checkpoint", "")}
-    assert type(model[0].mixer) is Scan
+    assert report.left == {"0.attention": ("in checkpoint", "")}
+    assert type(model[0].attention) is Scan
 
 
 def test_a_model_that_is_called_in_parts():
@@ -283,8 +257,8 @@ def test_a_model_that_is_called_in_parts():
     model, x = Parts(), randn(2, T, D)
     report = fuse(model)
     step(model.encoder, x)
-    assert "encoder.0.mixer" in report.swapped
-    assert [*report.undecided] == ["decoder.0.mixer"]
+    assert "encoder.0.attention" in report.swapped
+    assert [*report.undecided] == ["decoder.0.attention"]
     step(model.decoder, x)
     assert report.undecided == {}
 
@@ -298,7 +272,7 @@ def test_copies_and_files_of_a_model_that_waits():
     report = fuse(model)
     assert [*model.state_dict()] == names
     assert type(model).__name__ == "Sequential"
-    assert isinstance(model[0].mixer, Scan)
+    assert isinstance(model[0].attention, Scan)
     for other in copy.deepcopy(model), pickle.loads(pickle.dumps(model)):
         eager = build(Scan)
         seed()
@@ -309,7 +283,7 @@ def test_copies_and_files_of_a_model_that_waits():
         unfuse(other)
         assert [type(m) for m in other.modules()] == [type(m) for m in build(Scan).modules()]
     # the first model is another one
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     unfuse(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in build(Scan).modules()]
     assert report.undecided == {}
@@ -319,41 +293,33 @@ def test_fuse_again_before_and_after_the_first_step():
     model, x = build(Scan), randn(2, T, D)
     fuse(model, only="0.*")
     report = fuse(model, only="1.*")
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     with pytest.raises(ValueError, match="matches no norm"):
         fuse(model, only="2.*")
-    assert [*report.undecided] == ["0.mixer", "1.mixer"]
+    assert [*report.undecided] == ["0.attention", "1.attention"]
     assert fuse(model, recompute_elementwise=True).undecided
     step(model, x)
-    assert "0.mixer" in fuse(model).already
+    assert "0.attention" in fuse(model).already
     unfuse(model)
     assert [type(m) for m in model.modules()] == [type(m) for m in build(Scan).modules()]
 
 
 def test_a_report_and_a_plan_teach_by_a_copy():
-    model, x = build(Noting), randn(2, T, D)
+    model, x = build(NotingScan), randn(2, T, D)
     report = fuse(model)
-    before = copy.deepcopy([vars(m) for m in model.modules() if isinstance(m, Noting)])
+    before = copy.deepcopy([vars(m) for m in model.modules() if isinstance(m, NotingScan)])
     seen = fusedckpt.report(model, x)
     assert report.undecided == {}
-    assert "0.mixer" in report.swapped
-    assert seen.saved_bytes < fusedckpt.report(build(Noting), x).saved_bytes / 2
+    assert "0.attention" in report.swapped
+    assert seen.saved_bytes < fusedckpt.report(build(NotingScan), x).saved_bytes / 2
     for module, attributes in zip(
-        (m for m in model.modules() if isinstance(m, Noting)), before, strict=True
+        (m for m in model.modules() if isinstance(m, NotingScan)), before, strict=True
     ):
         assert (module.calls, module.seen) == (0, [])
         assert torch.equal(module.mean, attributes["_buffers"]["mean"])
 
 
-class Plain(Scan):
-    """Without a dropout, whose masks differ on ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop.p = 0.0
-
-
-class Short(Plain):
+class ShortScan(Scan):
     """One token is no scan."""
 
     def forward(self, x):
@@ -361,7 +327,7 @@ class Short(Plain):
 
 
 def on_ranks(rank):
-    model = build(Short)
+    model = build(ShortScan, dropout=0.0)
     report = fuse(model)
     parallel = DistributedDataParallel(model)
     torch.manual_seed(1)
@@ -371,16 +337,16 @@ def on_ranks(rank):
     y.sum().backward()
     keys = {name: r.key for name, r in report.left.items() if r.key == "ranks"}
     grads = [p.grad for p in model.parameters()]
-    assert {n for n in report.swapped if n.endswith("mixer")} == set()
+    assert {n for n in report.swapped if n.endswith("attention")} == set()
     assert report.undecided == {}
-    assert set(keys) == ({"0.mixer", "1.mixer"} if rank else set())
-    eager = DistributedDataParallel(build(Short))
+    assert set(keys) == ({"0.attention", "1.attention"} if rank else set())
+    eager = DistributedDataParallel(build(ShortScan, dropout=0.0))
     eager(x).sum().backward()
     torch.testing.assert_close(grads, [p.grad for p in eager.parameters()])
 
 
 def on_shards(rank):
-    eager, model = build(Plain), build(Plain)
+    eager, model = build(Scan, dropout=0.0), build(Scan, dropout=0.0)
     report = fuse(model)
     for block in model:
         fully_shard(block)
@@ -390,7 +356,7 @@ def on_shards(rank):
     for _ in range(2):
         y = model(x)
         y.sum().backward()
-    assert [n for n in report.swapped if n.endswith("mixer")] == ["0.mixer", "1.mixer"]
+    assert [n for n in report.swapped if n.endswith("attention")] == ["0.attention", "1.attention"]
     for _ in range(2):
         eager(x).sum().backward()
     for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
@@ -402,22 +368,10 @@ def test_on_two_ranks(main, tmp_path):
     run_ranks(main, tmp_path, 2)
 
 
-class Gate(nn.Module):
-    """Left: it saves no more than four times its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.proj = nn.Linear(D, 2 * D)
-
-    def forward(self, x):
-        x, gate = self.proj(x).chunk(2, -1)
-        return x * F.gelu(gate)
-
-
 def test_the_remedy_is_a_run_then_recipes_then_a_checkpoint():
-    model = nn.Sequential(Gate())
+    model = nn.Sequential(GEGLU(D, D))
     report = fuse(model)
-    assert "left 1 x Gate: " in str(report)
+    assert "left 1 x GEGLU: " in str(report)
     assert "run a training step, or call fuse(model, example_inputs=...) (0)" in str(report)
     x = randn(2, T, D).requires_grad_()
     model(x)
@@ -429,13 +383,13 @@ def test_the_remedy_is_a_run_then_recipes_then_a_checkpoint():
     assert fuse(copy.deepcopy(model), example_inputs=x).own_bytes["0"] == nbytes
     report = fuse(model, recompute_elementwise=True)
     model(x)
-    line = next(line for line in str(report).splitlines() if "left 1 x Gate" in line)
+    line = next(line for line in str(report).splitlines() if "left 1 x GEGLU" in line)
     assert "recompute_elementwise" not in line
     assert "fusedckpt.checkpoint" in line
 
 
 def test_modules_inside_of_one_that_runs_again_are_not_left():
-    scan = Scan()
+    scan = Scan(D)
     scan.drop = nn.InstanceNorm1d(2)
     model = nn.Sequential(scan, nn.InstanceNorm1d(T))
     report = fuse(model)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from zoo import MLP, SwiGLU
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -18,31 +19,12 @@ T, D, F = 256, 8, 128
 CPU = torch.device("cpu")
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(D, F, False), nn.Linear(D, F, False)
-        self.down = nn.Linear(F, D, False)
-
-    def forward(self, x):
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Plain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(D, F), nn.Linear(F, D)
-
-    def forward(self, x):
-        return self.second(nn.functional.gelu(self.first(x)))
-
-
 def sequential():
     return nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
 
 
 def gated(x, module, chunks):
-    return gated_mlp(x, module.gate.weight, module.up.weight, module.down.weight, chunks=chunks)
+    return gated_mlp(x, *(linear.weight for linear in module.children()), chunks=chunks)
 
 
 def plain(x, module, chunks):
@@ -51,8 +33,8 @@ def plain(x, module, chunks):
 
 
 MLPS = {
-    "gated": (Gated, gated, "Gated -> gated_mlp (silu, 4 chunks)"),
-    "plain": (Plain, plain, "Plain -> mlp (gelu, 4 chunks)"),
+    "gated": (partial(SwiGLU, D, F), gated, "SwiGLU -> gated_mlp (silu, 4 chunks)"),
+    "plain": (partial(MLP, D, F), plain, "MLP -> mlp (gelu, 4 chunks)"),
     "sequential": (
         sequential,
         plain,

@@ -6,7 +6,16 @@ from functools import partial
 
 import pytest
 import torch
-from own_mlps import Block, DropsBefore, DropsInside, Gated, InList, Plain, Rate, is_fused
+from own_mlps import (
+    DroppingSequential,
+    DropsBefore,
+    DropsInside,
+    Gated,
+    InList,
+    Plain,
+    Rate,
+    is_fused,
+)
 from support import DEVICE, compare, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,7 +52,7 @@ class DropsTwice(DropsInside):
 
 
 def both():
-    module = Block(P)
+    module = DroppingSequential(P)
     module[4].p = Q
     return module
 
@@ -227,7 +236,7 @@ class Again(DropsInside):
         return self.second(self.drop(self.drop(self.act(self.first(x)))))
 
 
-class Two(DropsInside):
+class TwoDropouts(DropsInside):
     def __init__(self, p):
         super().__init__(p=p)
         self.more = nn.Dropout(p)
@@ -253,7 +262,7 @@ class Unread(Plain):
 ELSEWHERE = {
     "before the activation": (partial(DropsBefore, p=P), "drop"),
     "twice": (partial(Again, p=P), "drop"),
-    "by two": (partial(Two, P), "more"),
+    "by two": (partial(TwoDropouts, P), "more"),
     "of a gate": (OfOne, "drop"),
     "for nothing": (partial(Unread, p=P), "drop"),
     "a number": (partial(Rate, P), "dropout"),

@@ -109,7 +109,7 @@ def test_expert_parallel_tokens_and_changes():
     assert report.fallbacks == {"": ("child", "act_fn")}
 
 
-class Scaled(nn.Module):
+class DoubledExperts(nn.Module):
     """Experts whose result is doubled: recognized, but not equal."""
 
     def __init__(self):
@@ -122,13 +122,13 @@ class Scaled(nn.Module):
         return 2 * fusedckpt.functional.experts(x, index, scores, self.gate_up_proj, self.down_proj)
 
 
-class Squashed(Scaled):
+class Squashed(DoubledExperts):
     def _apply_gate(self, z):
         gate, up = z.chunk(2, -1)
         return self.act_fn(gate) * up.tanh()
 
 
-class Capped(Scaled):
+class CappedExperts(DoubledExperts):
     """Equal to silu up to the limit."""
 
     def __init__(self):
@@ -140,13 +140,13 @@ class Capped(Scaled):
         return self.act_fn(gate).clamp(max=self.limit) * up
 
 
-class Normed(Scaled):
+class NormedExperts(DoubledExperts):
     def __init__(self):
         super().__init__()
         self.post_expert_norm = nn.LayerNorm(D)
 
 
-class WithoutWeights(Scaled):
+class WithoutWeights(DoubledExperts):
     """With an expert that returns its input, as LongCat's."""
 
     def __init__(self):
@@ -157,11 +157,11 @@ class WithoutWeights(Scaled):
 @pytest.mark.parametrize(
     ("kind", "key"),
     [
-        (Scaled, "differs"),
+        (DoubledExperts, "differs"),
         (Squashed, "gating"),
-        (Capped, "gating"),
+        (CappedExperts, "gating"),
         (WithoutWeights, "shapes"),
-        (Normed, "parameters"),
+        (NormedExperts, "parameters"),
     ],
 )
 def test_left_and_named(kind, key):
@@ -196,7 +196,7 @@ def test_a_limit_that_ends_is_a_difference(dtype):
     assert "at inputs of" in str(reason)
 
 
-class Widened(Scaled):
+class Widened(DoubledExperts):
     """Gated in float32, and multiplied too, by its own forward alone; as Beam's and OpenAI's."""
 
     def __init__(self, implementation):

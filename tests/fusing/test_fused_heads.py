@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE
 from torch import nn
+from zoo import OwnLinear
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
@@ -253,11 +254,6 @@ def test_models_that_are_left():
     fused.loss_function = lambda *args, **kwargs: None
     assert fuse(fused, head=True).left["lm_head"].key == "head loss"
     assert "lm_head" not in fuse(fused, head=True, skip="lm_head").kinds
-
-
-class OwnLinear(nn.Linear):
-    def forward(self, input):
-        return super().forward(input) * 2
 
 
 def test_output_embeddings_that_are_left():

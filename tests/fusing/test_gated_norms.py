@@ -14,7 +14,7 @@ from fusedckpt import fuse, unfuse
 N = 24
 
 
-class Gated(nn.Module):
+class GatedNorm(nn.Module):
     """Rounds as Mamba 2's, in groups; the gate may be missing."""
 
     def __init__(self, group_size=N, activation="silu"):
@@ -51,7 +51,7 @@ class PlusGate(GatedAfter):
         return super().forward(x, gate) + gate
 
 
-class Residual(GatedAfter):
+class ResidualNorm(GatedAfter):
     """A norm of a sum, not of a product."""
 
     def forward(self, x, residual=None):
@@ -62,9 +62,9 @@ class Residual(GatedAfter):
 
 
 FOUND = {
-    "first": (Gated, "norm(x * silu(gate))"),
-    "groups": (lambda: Gated(8), "norm(x * silu(gate)), 3 groups"),
-    "gelu": (lambda: Gated(activation="gelu"), "norm(x * gelu(gate))"),
+    "first": (GatedNorm, "norm(x * silu(gate))"),
+    "groups": (lambda: GatedNorm(8), "norm(x * silu(gate)), 3 groups"),
+    "gelu": (lambda: GatedNorm(activation="gelu"), "norm(x * gelu(gate))"),
     "after": (GatedAfter, "norm(x) * silu(gate)"),
     "sigmoid": (lambda: GatedAfter(torch.sigmoid), "norm(x) * sigmoid(gate)"),
 }
@@ -93,7 +93,7 @@ def test_gated_norms_are_found(make, change, dtype):
     assert saved_bytes(lambda x, gate: norm(x * 1, gate * 1), inputs) >= 2 * saved
 
 
-@pytest.mark.parametrize("make", [PlusGate, Residual])
+@pytest.mark.parametrize("make", [PlusGate, ResidualNorm])
 def test_other_forwards_of_two_tensors_are_no_gated_norms(make):
     norm = make().to(DEVICE)
     x, gate = randn(2, 3, N), randn(2, 3, N)
@@ -103,7 +103,7 @@ def test_other_forwards_of_two_tensors_are_no_gated_norms(make):
 
 
 def test_without_a_gate_or_with_another_dtype_its_own_forward_runs():
-    norm = Gated().to(DEVICE)
+    norm = GatedNorm().to(DEVICE)
     eager = copy.deepcopy(norm)
     fuse(norm)
     x = randn(2, 3, N)
@@ -128,13 +128,13 @@ class Scan(torch.autograd.Function):
         return sums * decay, (sums * x).sum((0, 1))
 
 
-class Mixer(nn.Module):
+class NormedMixer(nn.Module):
     """A mixer whose scan `fuse` does not know, so that it is not recomputed as a whole."""
 
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(N, 2 * N), nn.Linear(N, N)
-        self.decay, self.norm = nn.Parameter(torch.rand(N)), Gated(8)
+        self.decay, self.norm = nn.Parameter(torch.rand(N)), GatedNorm(8)
 
     def forward(self, x):
         y, gate = self.first(x).chunk(2, -1)
@@ -142,7 +142,7 @@ class Mixer(nn.Module):
 
 
 def test_a_mixer_that_is_not_recomputed_saves_its_gated_norms_inputs():
-    mixer = Mixer().to(DEVICE)
+    mixer = NormedMixer().to(DEVICE)
     eager = copy.deepcopy(mixer)
     report = fuse(mixer)
     assert "norm" in report.swapped

@@ -6,12 +6,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from own_classes import LoraLinear
 from own_mlps import Conv1D, Gated, Inlined, Plain
 from support import DEVICE
 from swap_cases import kinds
 from torch import nn
 from torch.nn.utils import parametrize
+from zoo import XIELU, Doubled, LoraLinear
 
 from fusedckpt import fuse
 
@@ -21,17 +21,6 @@ D, H = 12, 20
 class Snake(nn.Module):
     def forward(self, z):
         return z + torch.sin(z) ** 2
-
-
-class Learnt(nn.Module):
-    """xIELU's way: parameters and buffers of one element."""
-
-    def __init__(self):
-        super().__init__()
-        self.alpha, self.beta = nn.Parameter(torch.ones(1)), nn.Buffer(torch.tensor(0.5))
-
-    def forward(self, z):
-        return torch.where(z > 0, F.softplus(self.alpha) * z * z, self.beta * torch.expm1(z))
 
 
 class Computing(nn.Module):
@@ -47,12 +36,12 @@ class Computing(nn.Module):
         return self.compute(x, self.act, *self.fcs)
 
 
-class TwoInputs(Plain):
+class MaskedResult(Plain):
     def forward(self, x, mask):  # pyright: ignore[reportIncompatibleMethodOverride]  # on purpose
         return super().forward(x) * mask
 
 
-class Raw(nn.Module):
+class CumulativeRaw(nn.Module):
     def __init__(self):
         super().__init__()
         self.w1, self.w2 = nn.Parameter(torch.randn(D, H)), nn.Parameter(torch.randn(H, D))
@@ -90,7 +79,7 @@ class RoutedOnce(nn.Module):
         return x
 
 
-class Experts(nn.Module):
+class IndexedExperts(nn.Module):
     def __init__(self):
         super().__init__()
         self.both, self.down = (nn.Parameter(torch.randn(4, D, n)) for n in (2 * D, D))
@@ -155,11 +144,6 @@ class ResNet(nn.Module):
         return self.fc(self.relu(self.bn1(self.conv1(x))).mean((-1, -2)))
 
 
-class Double(nn.Module):
-    def forward(self, x):
-        return 2 * x
-
-
 def doubling(kind):
     """Return a subclass that returns twice as much."""
 
@@ -216,7 +200,7 @@ def replaced(module, name=""):
 
 def parametrized(module, name=""):
     def change(layer):
-        parametrize.register_parametrization(layer, "weight", Double())
+        parametrize.register_parametrization(layer, "weight", Doubled())
 
     return changed(module, change, name)
 
@@ -283,9 +267,9 @@ LEFT = {
         "",
         "ops",
     ),
-    "learnt": (lambda: Plain(Learnt()), "", "ops"),
-    "weight of PReLU": (lambda: TwoInputs(nn.PReLU()), "", "inputs"),
-    "attribute": (lambda: TwoInputs(torch.sigmoid), "", "inputs"),
+    "learnt": (lambda: Plain(XIELU()), "", "ops"),
+    "weight of PReLU": (lambda: MaskedResult(nn.PReLU()), "", "inputs"),
+    "attribute": (lambda: MaskedResult(torch.sigmoid), "", "inputs"),
     "no activation": (
         lambda: Computing(lambda x, _, a, b: b(a(x)), *linears(2)),
         "",
@@ -313,8 +297,8 @@ LEFT = {
         "beside",
     ),
     "written inside": (Inlined, "", "ops"),
-    "raw weights": (Raw, "", "ops"),
-    "experts": (Experts, "", "experts"),
+    "raw weights": (CumulativeRaw, "", "ops"),
+    "experts": (IndexedExperts, "", "experts"),
     "experts' products": (lambda: Computing(many, Products(D), Products(D)), "", "experts"),
     "pooler": (
         lambda: Computing(lambda x, act, dense: act(dense(x[:, 0])), nn.Linear(D, D)),
@@ -381,7 +365,7 @@ def test_what_torchscript_compiled_is_named():
     assert model(torch.randn(2, D)).shape == (2, D)
 
 
-class Capped(nn.Module):
+class CappedLogits(nn.Module):
     """A model that caps its logits."""
 
     def __init__(self):
@@ -402,7 +386,7 @@ def apart():
 
 @pytest.mark.parametrize(
     "make",
-    [Capped, Snake, Learnt, apart, Stem, lambda: nn.Linear(D, D)]
+    [CappedLogits, Snake, XIELU, apart, Stem, lambda: nn.Linear(D, D)]
     + [lambda: Conv1D(D, D), lambda: nn.MultiheadAttention(D, 2), lambda: nn.ModuleList(pair())],
 )
 def test_what_has_none_is_not_mentioned(make):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from support import DEVICE, randn, saved_bytes
 from test_attention import statistics_bytes
 from torch import nn
@@ -61,7 +62,7 @@ def by_transformers(name):
     return hub.use_kernel_func_from_hub_with_fallback(name, "no_such_package")(plain)
 
 
-class Mixer(nn.Module):
+class ScanMixer(nn.Module):
     """Projections, a convolution over tokens, a scan, a gate."""
 
     def __init__(self):
@@ -73,12 +74,12 @@ class Mixer(nn.Module):
         return self.out(self.scan(F.silu(x), gate) * F.silu(z))
 
 
-class Named(Mixer):
+class NamedScan(ScanMixer):
     def scan(self, x, gate):
         return named(x, gate)
 
 
-class Behind(Mixer):
+class Behind(ScanMixer):
     def scan(self, x, gate):
         return helper(x, gate)
 
@@ -87,7 +88,7 @@ def helper(x, gate):
     return named(x, gate)
 
 
-class OfPackage(Mixer):
+class OfPackage(ScanMixer):
     def scan(self, x, gate):
         return chunk(x, gate)
 
@@ -104,7 +105,7 @@ def grads(model, x):
     return [y.detach(), *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])]
 
 
-@pytest.mark.parametrize("kind", [Named, Behind, OfPackage])
+@pytest.mark.parametrize("kind", [NamedScan, Behind, OfPackage])
 def test_a_scan_runs_once(kind, monkeypatch):
     monkeypatch.setitem(sys.modules, package.__name__, package)
     eager, fused, report = pair(kind)
@@ -132,7 +133,7 @@ def test_a_kernel_of_transformers(monkeypatch):
     for name in names:
         code = f"def scan(self, x, gate):\n    return {name}(x, gate)"
         exec(code, vars(module))
-        kind = type("Kernel", (Mixer,), {"scan": module.scan, "__module__": module.__name__})
+        kind = type("Kernel", (ScanMixer,), {"scan": module.scan, "__module__": module.__name__})
         eager, fused, report = pair(kind)
         found[name] = report.swapped.get("1")
         x = randn(2, T, D)
@@ -155,10 +156,10 @@ def test_a_scan_that_saves_too_much_runs_again():
             x = (x * gate.sigmoid()).sin()
         return x
 
-    class Large(Mixer):
+    class LargeScan(ScanMixer):
         scan = staticmethod(fusedckpt.region(large, "scan"))
 
-    eager, fused, report = pair(Large)
+    eager, fused, report = pair(LargeScan)
     x = randn(2, T, D)
     torch.testing.assert_close(grads(fused, x), grads(eager, x))
     RUNS.clear()
@@ -169,7 +170,7 @@ def test_a_scan_that_saves_too_much_runs_again():
 
 
 def test_a_checkpoint_saves_scans_by_name():
-    model, x = Mixer().to(DEVICE), randn(2, T, D)
+    model, x = ScanMixer().to(DEVICE), randn(2, T, D)
     model.scan = named
     for names, count in ((), 2), ("scan", 1), ("s*", 1), ("attention", 2):
         RUNS.clear()
@@ -180,14 +181,13 @@ def test_a_checkpoint_saves_scans_by_name():
 SDPA = F.scaled_dot_product_attention
 
 
-class Attention(nn.Module):
+class TwoHeads(zoo.Heads):
     def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+        super().__init__(D, 2)
 
     def forward(self, x):
-        q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        # functions are followed in the file that defines forward
+        return super().forward(x)
 
 
 def direct(q, k, v):
@@ -202,24 +202,24 @@ def closing():
     def inside(q, k, v):
         return twice(q, k, v)
 
-    class Closing(Attention):
+    class Closing(TwoHeads):
         def attend(self, q, k, v):
             return inside(q, k, v)
 
     return Closing()
 
 
-class Direct(Attention):
+class Direct(TwoHeads):
     def attend(self, q, k, v):
         return direct(q, k, v)
 
 
-class Twice(Attention):
+class TwiceBehind(TwoHeads):
     def attend(self, q, k, v):
         return twice(q, k, v)
 
 
-HELPERS = {"direct": Direct, "twice": Twice, "closed over": closing}
+HELPERS = {"direct": Direct, "twice": TwiceBehind, "closed over": closing}
 
 
 @pytest.mark.parametrize("kind", HELPERS.values(), ids=list(HELPERS))
@@ -234,7 +234,7 @@ def test_attention_behind_helpers(kind):
 
 
 def test_functions_of_other_code_are_not_looked_into():
-    class Other(Attention):
+    class Other(TwoHeads):
         def attend(self, q, k, v):
             return q + F.softmax(k, -1) * v
 
@@ -243,7 +243,7 @@ def test_functions_of_other_code_are_not_looked_into():
     assert kinds_called(nn.MultiheadAttention(4, 2)) == {"attention"}
 
 
-class OfATable(Attention):
+class OfATable(TwoHeads):
     """Calls a function that its code does not name."""
 
     def __init__(self):
@@ -258,7 +258,7 @@ class OfATable(Attention):
         return getattr(F, name)(q, k, v)
 
 
-class Layer(nn.Module):
+class NormedTable(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.attention = nn.LayerNorm(D), OfATable()
@@ -270,7 +270,11 @@ class Layer(nn.Module):
 @pytest.mark.parametrize("batch", ["tensor", "tuple", "dict"])
 def test_found_by_running(batch):
     torch.manual_seed(0)
-    eager = nn.Sequential(Layer(), Layer()).to(DEVICE) if batch == "tensor" else Layer().to(DEVICE)
+    eager = (
+        nn.Sequential(NormedTable(), NormedTable()).to(DEVICE)
+        if batch == "tensor"
+        else NormedTable().to(DEVICE)
+    )
     assert not any("attention" in k for k in fuse(copy.deepcopy(eager)).kinds.values())
     fused, x = copy.deepcopy(eager), randn(2, T, D)
     calls = [copy.deepcopy(m.generator.get_state()) for m in fused.modules() if hasattr(m, "seen")]
@@ -298,7 +302,7 @@ def test_found_by_running(batch):
 
 
 def test_a_batch_moves_no_random_state():
-    class Masked(nn.Module):
+    class DrawingMLP(nn.Module):
         def __init__(self):
             super().__init__()
             self.mlp = nn.Sequential(nn.Linear(D, D), nn.GELU(), nn.Linear(D, D))
@@ -308,7 +312,7 @@ def test_a_batch_moves_no_random_state():
             return self.mlp(x) * np.random.rand()
 
     drawn = []
-    model, x = Masked().to(DEVICE), randn(2, T, D)
+    model, x = DrawingMLP().to(DEVICE), randn(2, T, D)
     states = RandomStates(everywhere())
     fuse(model, example_inputs=x)
     assert len(drawn) > 0
@@ -320,7 +324,7 @@ def test_a_batch_that_does_not_run():
     report = fuse(model, example_inputs={"y": 1})
     assert "recomputed but for attention" in report.swapped["1"]
     assert "found by their code, as the model raised TypeError" in str(report)
-    model = nn.Sequential(nn.LayerNorm(D), Named()).to(DEVICE)
+    model = nn.Sequential(nn.LayerNorm(D), NamedScan()).to(DEVICE)
     assert "1" in fuse(model, example_inputs=randn(2, T, D)).swapped
 
 
@@ -339,7 +343,7 @@ def test_the_innermost_with_weights_and_parts_that_do_not_run():
     assert found == {"first.0", "second"}
 
 
-class ByHand(Attention):
+class AttentionByHand(TwoHeads):
     """Attention in products and a softmax."""
 
     def attend(self, q, k, v):
@@ -347,8 +351,8 @@ class ByHand(Attention):
 
 
 def test_attention_by_hand_is_found_by_its_code():
-    eager, fused, report = pair(ByHand)
-    assert report.swapped["1"] == "ByHand -> recomputed but for attention itself"
+    eager, fused, report = pair(AttentionByHand)
+    assert report.swapped["1"] == "AttentionByHand -> recomputed but for attention itself"
     x = randn(2, 4 * T, D)
     torch.testing.assert_close(grads(fused, x), grads(eager, x))
     # the norm's input alone: its scores are more than four times its result
@@ -358,26 +362,7 @@ def test_attention_by_hand_is_found_by_its_code():
     assert "not run fused" not in str(report)
 
 
-class Recurrent(nn.Module):
-    """A scan in a loop of its own, which no function marks."""
-
-    noise = 0.0
-
-    def __init__(self):
-        super().__init__()
-        self.gate, self.calls = nn.Linear(D, D), 0
-
-    def forward(self, x):
-        self.calls += 1
-        gate, state = self.gate(x).sigmoid(), torch.zeros_like(x[:, 0])
-        states = []
-        for step in range(x.shape[1]):
-            state = gate[:, step] * state + (1 - gate[:, step]) * x[:, step].sin()
-            states.append(state.tanh())
-        return torch.stack(states, 1) + self.noise * self.calls
-
-
-class Routed(nn.Module):
+class SavesFiveTimes(nn.Module):
     """Saves five times its result, which is small."""
 
     def __init__(self):
@@ -389,13 +374,19 @@ class Routed(nn.Module):
         return x * scores.sigmoid().exp().sin()
 
 
-class Counting(Recurrent):
+class CountingScan(zoo.Scan):
     """Gives something else each time, by a counter that a second run finds as the first did."""
 
-    noise = 0.1
+    def __init__(self):
+        super().__init__(D)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) + 0.1 * self.calls
 
 
-class Ticking(Recurrent):
+class Ticking(zoo.Scan):
     """Gives something else each time, by a global variable."""
 
     def forward(self, x):
@@ -407,18 +398,25 @@ TICKS = itertools.count(1)
 
 def test_what_saves_much_is_found_by_running():
     torch.manual_seed(0)
-    parts = Recurrent(), Routed(), Counting(), Ticking(), nn.Linear(D, 1), nn.Linear(1, D)
+    parts = (
+        zoo.Scan(D),
+        SavesFiveTimes(),
+        CountingScan(),
+        Ticking(D),
+        nn.Linear(D, 1),
+        nn.Linear(1, D),
+    )
     eager = nn.Sequential(*parts).to(DEVICE)
     fused, x = copy.deepcopy(eager), randn(2, T, D)
     report = fuse(fused, example_inputs=x)
     # torch's removal leaves the mark of a hook with keywords
     assert not nn.modules.module._has_any_global_hook()
-    assert report.swapped == {"0": "Recurrent -> recomputed", "2": "Counting -> recomputed"}
+    assert report.swapped == {"0": "Scan -> recomputed", "2": "CountingScan -> recomputed"}
     eager, fused = eager[:3], fused[:3]
-    assert eager[0].calls == fused[0].calls == 0
+    assert eager[2].calls == fused[2].calls == 0
     for _ in range(2):
         torch.testing.assert_close(grads(fused, x), grads(eager, x))
-        assert fused[0].calls == eager[0].calls
+        assert fused[2].calls == eager[2].calls
     assert saved_bytes(fused[0], [x]) == x.nbytes
     assert saved_bytes(eager[0], [x]) > 4 * x.nbytes
     assert report.fallbacks == {}
@@ -426,25 +424,12 @@ def test_what_saves_much_is_found_by_running():
     assert fuse(fused, example_inputs=x).swapped == {}
 
 
-class Wrapped(nn.Module):
-    """A softmax in a module of its own, beside a dropout."""
-
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleDict({"softmax": nn.Softmax(-1), "drop": nn.Dropout(0.0)})
-
-    def forward(self, scores):
-        for step in self.steps.values():
-            scores = step(scores)
-        return scores
-
-
 class Product(nn.Module):
     def forward(self, a, b):
         return torch.matmul(a, b)
 
 
-class Attend(Attention):
+class Attend(TwoHeads):
     """Its softmax is an attribute."""
 
     def __init__(self, softmax):
@@ -466,7 +451,7 @@ class InModules(Attend):
         return self.mix(self.to_weights(self.scores(q, k.mT)), v)
 
 
-class Renamed(Attention):
+class Renamed(TwoHeads):
     def attend(self, q, k, v):
         return renamed(q @ k.mT, -1) @ v
 
@@ -475,7 +460,7 @@ renamed = F.softmax
 SOFTMAXES = {
     "a module": lambda: Attend(nn.Softmax(-1)),
     "in a Sequential": lambda: Attend(nn.Sequential(nn.Softmax(-1), nn.Dropout(0.0))),
-    "in an own module": lambda: Attend(Wrapped()),
+    "in an own module": lambda: Attend(zoo.Line(nn.Softmax(-1), nn.Dropout(0.0))),
     "a partial": lambda: Attend(functools.partial(F.softmax, dim=-1)),
     "modules alone": InModules,
     "a global": Renamed,
@@ -492,7 +477,7 @@ def test_a_softmax_of_any_name(make):
 
 
 def test_attention_written_beside_an_mlp_is_named():
-    class Both(ByHand):
+    class AttentionAndMLP(AttentionByHand):
         def __init__(self):
             super().__init__()
             self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
@@ -500,12 +485,12 @@ def test_attention_written_beside_an_mlp_is_named():
         def forward(self, x):
             return self.mlp(super().forward(x))
 
-    report = fuse(nn.Sequential(nn.LayerNorm(D), Both()))
+    report = fuse(nn.Sequential(nn.LayerNorm(D), AttentionAndMLP()))
     assert report.left == {"1": ("around", "")}
     assert report.kinds["1"] == "attention"
 
 
-class Biased(Attention):
+class BiasedAttention(TwoHeads):
     """As Swin V2's: cosine attention by hand, and an MLP that computes its bias of positions."""
 
     def __init__(self):
@@ -521,7 +506,7 @@ class Biased(Attention):
 
 
 def test_a_small_mlp_runs_again_with_its_attention():
-    eager, fused, report = pair(Biased)
+    eager, fused, report = pair(BiasedAttention)
     assert report.swapped["1"].endswith("recomputed but for attention itself")
     assert report.left == {}
     x = randn(2, T, D)

@@ -16,10 +16,10 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
-from own_classes import LlamaRMSNorm
 from own_mlps import D, H, is_fused
 from support import DEVICE, randn
 from torch import nn
+from zoo import GatedMLP, LlamaRMSNorm
 
 from fusedckpt import fuse, unfuse
 
@@ -200,23 +200,10 @@ READS = {
 }
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(D, H, bias=False), nn.Linear(D, H, bias=False)
-        self.w2, self.act = nn.Linear(H, D, bias=False), nn.SiLU()
-
-    def hidden(self, x):
-        return self.act(self.w1(x)) * self.w3(x)
-
-    def forward(self, x):
-        return self.w2(self.hidden(x))
-
-
 READ = by_global
 
 
-class Scaled(Gated):
+class ReadsScale(GatedMLP):
     """A number that code outside computes; the global READ is looked up in each call."""
 
     def hidden(self, x):
@@ -225,18 +212,18 @@ class Scaled(Gated):
         return h if scale == 1.0 else h * scale
 
 
-class ScaledNorm(LlamaRMSNorm):
+class NormReadsScale(LlamaRMSNorm):
     def forward(self, hidden_states):
         scale = READ()
         y = super().forward(hidden_states)
         return y if scale == 1.0 else y * scale
 
 
-@pytest.mark.parametrize("kind", [Scaled, ScaledNorm])
+@pytest.mark.parametrize("kind", [ReadsScale, NormReadsScale])
 @pytest.mark.parametrize(("read", "write", "name"), READS.values(), ids=list(READS))
 def test_a_value_from_outside_is_read_in_each_call(kind, read, write, name, monkeypatch):
     monkeypatch.setattr(HERE, "READ", read)
-    module, x = (kind() if kind is Scaled else kind(D)).to(DEVICE), randn(2, 3, D)
+    module, x = (kind(D, H) if kind is ReadsScale else kind(D)).to(DEVICE), randn(2, 3, D)
     eager = copy.deepcopy(module)
     report = fuse(module, verify=False)
     assert report.swapped
@@ -296,7 +283,7 @@ def by_iterator(numbers=iter([1.0] * 1000)):  # noqa: B008  # that is the case
 )
 def test_a_value_that_cannot_be_compared_leaves_the_module(read, key, monkeypatch):
     monkeypatch.setattr(HERE, "READ", read)
-    report = fuse(Scaled().to(DEVICE), verify=False, save="preact")
+    report = fuse(ReadsScale(D, H).to(DEVICE), verify=False, save="preact")
     assert report.swapped == {}
     assert report.left[""].key == key
 
@@ -317,9 +304,9 @@ class OwnCall(nn.SiLU):
 
 def patch_code(monkeypatch):
     """Replace code in place, as an editor's reload does."""
-    before = Gated.hidden.__code__
-    monkeypatch.setattr(Gated.hidden, "__code__", (lambda self, x: self.w1(x)).__code__)
-    assert Gated.hidden.__code__ is not before
+    before = GatedMLP.hidden.__code__
+    monkeypatch.setattr(GatedMLP.hidden, "__code__", (lambda self, x: self.gate_proj(x)).__code__)
+    assert GatedMLP.hidden.__code__ is not before
 
 
 def of_class(kind, method="forward"):
@@ -335,7 +322,7 @@ ENCODER = functools.partial(
     nn.TransformerEncoderLayer, D, 2, H, dropout=0.0, batch_first=True, activation="gelu"
 )
 MODULES = {
-    "MLP": Gated,
+    "MLP": lambda: GatedMLP(D, H),
     "own norm": lambda: LlamaRMSNorm(D),
     "RMSNorm": lambda: nn.RMSNorm(D),
     "LayerNorm": lambda: nn.LayerNorm(D),
@@ -344,9 +331,9 @@ MODULES = {
 }
 # the module, what is patched, the name in the reason, "" where the report has no reason of its own
 PATCHES = {
-    "the class": ("MLP", of_class(Gated), "Gated.forward"),
-    "a method": ("MLP", of_class(Gated, "hidden"), "Gated.hidden"),
-    "the code of a method": ("MLP", patch_code, "Gated.hidden"),
+    "the class": ("MLP", of_class(GatedMLP), "GatedMLP.forward"),
+    "a method": ("MLP", of_class(GatedMLP, "hidden"), "GatedMLP.hidden"),
+    "the code of a method": ("MLP", patch_code, "GatedMLP.hidden"),
     "a child's class": ("MLP", of_class(nn.Linear), "Linear.forward"),
     "a child's call": ("MLP", of_class(nn.Linear, "__call__"), "Linear.__call__"),
     "all calls": ("MLP", of_class(nn.Module, "__call__"), "Linear.__call__"),
@@ -397,7 +384,7 @@ def test_a_class_that_is_patched_after_fuse(name, patch, word, monkeypatch):
 
 
 def test_a_forward_that_is_set_on_the_module_itself():
-    module, x = Gated().to(DEVICE), randn(3, D)
+    module, x = GatedMLP(D, H).to(DEVICE), randn(3, D)
     fuse(module)
     module.forward = lambda x: x
     assert module(x) is x
@@ -416,7 +403,7 @@ def test_a_class_that_was_patched_before_is_fused_as_it_is(monkeypatch):
 
 def test_a_pickle_follows_values_and_code(monkeypatch):
     monkeypatch.setattr(HERE, "READ", by_global)
-    module, x = Scaled().to(DEVICE), randn(3, D)
+    module, x = ReadsScale(D, H).to(DEVICE), randn(3, D)
     fuse(module)
     data = pickle.dumps(module)
     loaded = pickle.loads(data)  # our own
@@ -428,23 +415,23 @@ def test_a_pickle_follows_values_and_code(monkeypatch):
     assert not is_fused(later, x)
     torch.testing.assert_close(later(x), unfuse(copy.deepcopy(later))(x))
     monkeypatch.setattr(HERE, "SCALE", 1.0)
-    monkeypatch.setattr(Scaled, "forward", lambda self, x: x * 2)
+    monkeypatch.setattr(ReadsScale, "forward", lambda self, x: x * 2)
     assert not is_fused(pickle.loads(data), x)  # our own
 
 
 def test_compiled_code_follows_values_and_code(monkeypatch):
-    module, x = Gated().to(DEVICE), randn(3, D)
+    module, x = GatedMLP(D, H).to(DEVICE), randn(3, D)
     fuse(module)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), module(x))
-    monkeypatch.setattr(Gated, "hidden", lambda self, x: self.w1(x))
-    torch.testing.assert_close(compiled(x), module.w2(module.w1(x)))
+    monkeypatch.setattr(GatedMLP, "hidden", lambda self, x: self.gate_proj(x))
+    torch.testing.assert_close(compiled(x), module.down_proj(module.gate_proj(x)))
 
 
 def test_constants_and_modules_that_are_not_assigned_cost_no_swap():
     """The other classes of tests and models are fused as before; here a logger and a lock."""
-    module = Named().to(DEVICE)
-    assert fuse(module).swapped == {"": "Named -> gated_mlp (silu)"}
+    module = ReadsTable(D, H).to(DEVICE)
+    assert fuse(module).swapped == {"": "ReadsTable -> gated_mlp (silu)"}
     assert is_fused(module, randn(3, D))
 
 
@@ -452,12 +439,12 @@ LOCK = threading.Lock()
 TABLE = {"silu": F.silu, "gelu": F.gelu}
 
 
-class Named(Gated):
+class ReadsTable(GatedMLP):
     kind = "silu"
 
     def hidden(self, x):
         with LOCK:
-            return TABLE[self.kind](self.w1(x)) * self.w3(x)
+            return TABLE[self.kind](self.gate_proj(x)) * self.up_proj(x)
 
 
 def our_calls(fn):
@@ -479,7 +466,7 @@ def our_calls(fn):
     return num_calls
 
 
-@pytest.mark.parametrize(("make", "count"), [(Gated, 25), (lambda: LlamaRMSNorm(D), 27)])
+@pytest.mark.parametrize(("make", "count"), [(MODULES["MLP"], 25), (MODULES["own norm"], 27)])
 def test_python_work_of_a_warm_call(make, count):
     """Values from outside are compared in the reader's loop, by no function of ours."""
     module, x = make().to(DEVICE), randn(2 * D, D)

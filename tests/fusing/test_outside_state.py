@@ -7,10 +7,9 @@ import types
 
 import pytest
 import torch
-import torch.nn.functional as F
 from own_mlps import D, H
 from support import DEVICE, randn
-from torch import nn
+from zoo import MLP, LlamaRMSNorm
 
 from fusedckpt import fuse
 
@@ -58,7 +57,7 @@ def count_in_a_closure(y):
 
 
 def count_in_the_class(y):
-    MLP.calls += 1
+    WritingMLP.calls += 1
 
 
 def count_in_a_module(y):
@@ -77,30 +76,22 @@ def state():
     """Return all that these functions write."""
     defaults: tuple = append_to_a_default.__defaults__ or ()
     lists = LOSSES, NESTED.losses["aux"], defaults[0]
-    counts = NESTED.calls, COUNT, COUNTED(), MLP.calls
+    counts = NESTED.calls, COUNT, COUNTED(), WritingMLP.calls
     return *map(len, lists), *counts, GENERATOR.get_state().tolist(), RANDOM.getstate()
 
 
-class MLP(nn.Module):
+class WritingMLP(MLP):
     calls = 0
 
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, H), nn.Linear(H, D)
-
     def forward(self, x):
-        y = self.down(F.gelu(self.up(x)))
+        y = super().forward(x)
         WRITE(y)
         return y
 
 
-class Norm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(D)), 1e-6
-
-    def forward(self, x):
-        y = x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * self.weight
+class WritingNorm(LlamaRMSNorm):
+    def forward(self, hidden_states):
+        y = super().forward(hidden_states)
         WRITE(y)
         return y
 
@@ -110,11 +101,11 @@ WRITES = [append, append_in_an_object, append_to_a_default, count, count_in_a_cl
 WRITES += [count_in_the_class, count_in_a_module, draw, draw_in_python]
 
 
-@pytest.mark.parametrize("kind", [MLP, Norm])
+@pytest.mark.parametrize(("kind", "sizes"), [(WritingMLP, (D, H)), (WritingNorm, (D,))])
 @pytest.mark.parametrize("write", WRITES)
-def test_the_state_outside_is_put_back(kind, write, monkeypatch):
+def test_the_state_outside_is_put_back(kind, sizes, write, monkeypatch):
     monkeypatch.setattr(HERE, "WRITE", write)
-    module = kind().to(DEVICE)
+    module = kind(*sizes).to(DEVICE)
     before = state()
     report = fuse(module)
     assert state() == before
@@ -138,7 +129,7 @@ def test_garbage_collected_meanwhile_is_not_of_the_forward(monkeypatch):
     thresholds = gc.get_threshold()
     gc.set_threshold(1)
     try:
-        report = fuse(MLP().to(DEVICE))
+        report = fuse(WritingMLP(D, H).to(DEVICE))
     finally:
         gc.set_threshold(*thresholds)
         gc.callbacks.remove(count_collections)

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from support import DEVICE, gemms, randn, saved_bytes
 from test_attention import (
     D,
-    Layer,
-    Normed,
+    NormedAttention,
     OfTorch,
-    Own,
+    OwnAttention,
     T,
     assert_equal,
     count,
     grads,
+    layer_of,
     pair,
     statistics_bytes,
 )
 from torch import nn
+from zoo import DecoderLayer
 
 
-class PostNormed(Layer):
+class PostNormed(DecoderLayer):
     """With norms of results, as OLMo 2 has; `between` gets attention's result."""
 
     between = staticmethod(lambda y: y)
@@ -33,10 +35,13 @@ class PostNormed(Layer):
         return x + self.mlp(self.norm2(x))
 
 
-@pytest.mark.parametrize("kind", [Own, OfTorch])
+post_normed = partial(layer_of, kind=PostNormed)
+
+
+@pytest.mark.parametrize("kind", [OwnAttention, OfTorch])
 def test_a_norm_of_the_result_saves_nothing(kind):
     """The recompute runs to its end, one GEMM more, also for second derivatives."""
-    eager, model, report = pair(kind, PostNormed)
+    eager, model, report = pair(kind, post_normed)
     x = randn(2, T, D, dtype=torch.float64)
     assert_equal(model.double(), eager.double(), x)
     # x, attention's output and the second norm's input; a GPU's attention in float64 saves others
@@ -45,8 +50,8 @@ def test_a_norm_of_the_result_saves_nothing(kind):
     for each in (eager, model):
         each.mlp = nn.Identity()
     counts = [len(gemms(lambda m=m: grads(m, x))) for m in (eager, model)]
-    if kind is Own:
-        # qkv and proj; a GPU has no fused attention in float64, but a product of q and k
+    if kind is OwnAttention:
+        # qkv and out; a GPU has no fused attention in float64, but a product of q and k
         assert counts[1] == counts[0] + 2 + (DEVICE.type == "cuda")
     if DEVICE.type == "cpu":
         assert count(lambda: grads(model, x)) == 1
@@ -70,7 +75,7 @@ def test_a_norm_of_the_result_saves_nothing(kind):
     assert left() is None
 
 
-class ByHand(Own):
+class PostNormByHand(OwnAttention):
     """Computes attention in products of its own, and saves all probabilities."""
 
     def attend(self, q, k, v):
@@ -79,7 +84,7 @@ class ByHand(Own):
 
 def test_a_norm_of_the_result_of_attention_that_runs_again():
     """All of attention runs again, and its result with it: only x and the sum are saved."""
-    eager, model, report = pair(ByHand, PostNormed)
+    eager, model, report = pair(PostNormByHand, post_normed)
     x = randn(2, 8 * T, D, dtype=torch.float64)
     assert_equal(model.double(), eager.double(), x)
     assert {reason.key for reason in report.fallbacks.values()} == {"again"}
@@ -87,7 +92,7 @@ def test_a_norm_of_the_result_of_attention_that_runs_again():
 
 
 def test_a_norm_of_the_result_of_other_weights():
-    _, model, _ = pair(Own, PostNormed)
+    _, model, _ = pair(OwnAttention, post_normed)
     y = model.attention(randn(2, T, D))
     n, weight = model.norm1(y), model.norm1.weight
     expected = torch.autograd.grad(model.norm1(y.detach()).sum(), weight)
@@ -96,12 +101,12 @@ def test_a_norm_of_the_result_of_other_weights():
     found = torch.autograd.grad(n.sum(), weight, retain_graph=True)
     torch.testing.assert_close(found, expected)
     with torch.no_grad():
-        model.attention.proj.weight.mul_(2)
+        model.attention.out.weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(n.sum(), weight)
 
 
-class Scaled(Own):
+class NoView(OwnAttention):
     """Returns no view, whose node would not outlive a write."""
 
     def forward(self, x, **options):
@@ -120,8 +125,8 @@ def watch(y):
 
 @pytest.mark.parametrize("case", ["written", "watched", "hooked", "preact"])
 def test_a_norm_of_a_result_that_may_not_be_made_again(case):
-    kind, save = (Normed, "preact") if case == "preact" else (Scaled, "inputs")
-    eager, model, _ = pair(kind, PostNormed, save=save)
+    kind, save = (NormedAttention, "preact") if case == "preact" else (NoView, "inputs")
+    eager, model, _ = pair(kind, post_normed, save=save)
     for each in (eager, model):
         each.between = {"written": write, "watched": watch}.get(case, each.between)
         if case == "hooked":

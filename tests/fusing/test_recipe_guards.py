@@ -18,7 +18,7 @@ from fusedckpt.fusing import dropouts
 pytestmark = pytest.mark.usefixtures("any_size")
 
 
-class Scaled(nn.Module):
+class ShiftedNorm(nn.Module):
     """A sum with a small tensor and a bias, which autograd does not save."""
 
     def __init__(self):
@@ -35,7 +35,7 @@ def test_write_of_what_only_a_result_beside_the_loss_saved(is_dropped):
     """The limit that the documentation names: it raises, where eager works."""
     weight = torch.randn(D, D, dtype=torch.float64, requires_grad=True)
 
-    class Beside(nn.Module):
+    class UnusedResult(nn.Module):
         def forward(self, x):
             c = x * 2
             unused = [F.linear(c, weight)]
@@ -45,7 +45,7 @@ def test_write_of_what_only_a_result_beside_the_loss_saved(is_dropped):
             c.mul_(2)
             return y + c, unused
 
-    eager = Beside()
+    eager = UnusedResult()
     ours, x = with_recipes(eager), tokens().double().requires_grad_()
     eager(x)[0].sum().backward()
     assert x.grad is not None
@@ -55,7 +55,7 @@ def test_write_of_what_only_a_result_beside_the_loss_saved(is_dropped):
 
 def test_writes_between_forward_and_backward():
     """What autograd does not save may be written; what it saves raises, as in eager."""
-    eager = Scaled().double()
+    eager = ShiftedNorm().double()
     ours, x = with_recipes(eager), tokens().double()
 
     def gradients(model, write):
@@ -83,7 +83,7 @@ def test_writes_between_forward_and_backward():
 
 
 def test_a_value_whose_inputs_were_written_in_the_forward_is_saved():
-    class Written(nn.Module):
+    class WritesResult(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(D, D)
@@ -98,7 +98,7 @@ def test_a_value_whose_inputs_were_written_in_the_forward_is_saved():
             b.add_(1)
             return self.linear(b) + self.linear(F.gelu(b)) * d
 
-    eager, x = Written().double(), tokens().double()
+    eager, x = WritesResult().double(), tokens().double()
     same(step(with_recipes(eager), x), step(eager, x))
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE
 from torch import Tensor, nn
+from zoo import BasicBlock
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
@@ -54,23 +55,18 @@ class Resnet(nn.Module):
         return x + self.conv2(F.silu(self.norm2(h)))
 
 
-class Residual(nn.Module):
-    """A block of a residual net; activations in place, channels last."""
+class ChannelsLast(BasicBlock):
+    """A block of a residual net and a convolution behind it, channels last."""
 
     def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2, self.conv3 = (nn.Conv2d(C, C, 3, padding=1) for _ in range(3))
-        self.norm1, self.norm2 = nn.BatchNorm2d(C), nn.BatchNorm2d(C)
-        self.act = nn.ReLU(inplace=True)
+        super().__init__(C)
+        self.conv3 = nn.Conv2d(C, C, 3, padding=1)
 
     def forward(self, x):
-        x = x.contiguous(memory_format=torch.channels_last)
-        h = self.norm2(self.conv2(self.act(self.norm1(self.conv1(x)))))
-        h += x
-        return self.conv3(self.act(h))
+        return self.conv3(super().forward(x.contiguous(memory_format=torch.channels_last)))
 
 
-class Modulated(nn.Module):
+class ModulatedMLP(nn.Module):
     """Blocks of a diffusion transformer."""
 
     def __init__(self, affine: bool):
@@ -95,9 +91,9 @@ def tokens() -> Tensor:
 
 NETS = {
     "unet": (Resnet, image, ["channel_norm"] * 4),
-    "residual": (Residual, image, ["channel_norm"] * 2),
-    "modulated": (lambda: Modulated(False), tokens, ["gated_sum", "modulated_norm"]),
-    "modulated, affine": (lambda: Modulated(True), tokens, ["gated_sum", "modulated_norm"]),
+    "residual": (ChannelsLast, image, ["channel_norm"] * 2),
+    "modulated": (lambda: ModulatedMLP(False), tokens, ["gated_sum", "modulated_norm"]),
+    "modulated, affine": (lambda: ModulatedMLP(True), tokens, ["gated_sum", "modulated_norm"]),
 }
 
 
@@ -155,7 +151,7 @@ def test_a_graph_that_is_kept_launches_the_same_again(name, launched):
 
 
 def test_an_option_that_no_kernel_has_runs_as_ever(launched):
-    class Odd(nn.Module):
+    class OddConvolutions(nn.Module):
         def __init__(self):
             super().__init__()
             self.conv = nn.Conv2d(C, C, 1)
@@ -165,7 +161,7 @@ def test_an_option_that_no_kernel_has_runs_as_ever(launched):
             h = self.conv(torch.add(h, F.batch_norm(x, None, None, training=True).mT, alpha=2))
             return self.conv(F.gelu(h.expand(2, *h.shape)[1], approximate="tanh"))
 
-    eager, x = Odd().to(DEVICE), image().to(DEVICE)
+    eager, x = OddConvolutions().to(DEVICE), image().to(DEVICE)
     ours = copy.deepcopy(eager)
     fusedckpt.fuse(ours, recompute_elementwise=True)
     with forced_path(None):

@@ -67,7 +67,7 @@ def test_on_two_ranks(tmp_path):
     run_ranks(on_a_rank, tmp_path)
 
 
-class Block(nn.Module):
+class NormedView(nn.Module):
     """An MLP, and a norm of its result, of which it returns a view."""
 
     def __init__(self):
@@ -79,12 +79,12 @@ class Block(nn.Module):
         return self.norm(self.mlp(x)).unsqueeze(0)[0]
 
 
-class Blocks(nn.Module):
+class NormedViews(nn.Module):
     """Blocks, and an MLP that reads a view of the last one's result."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(NormedView() for _ in range(3))
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
 
     def forward(self, x):
@@ -97,7 +97,7 @@ class Blocks(nn.Module):
 def on_a_rank_of_post_norms(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
-    eager = Blocks()
+    eager = NormedViews()
     ours = copy.deepcopy(eager)
     fusedckpt.fuse(ours)
     x = torch.randn(2, 4, D) + rank

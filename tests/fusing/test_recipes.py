@@ -15,6 +15,7 @@ from recipe_nets import NETS, C, D, T, net, same, saved_bytes, step, tokens, wit
 from support import peak_of_step
 from torch import nn
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
+from zoo import Attention, DecoderLayer
 
 import fusedckpt
 from fusedckpt.autograd import recipes, tracker
@@ -219,35 +220,10 @@ def test_small_tensors_run_as_they_are(monkeypatch):
     assert saved_bytes(with_recipes(eager), x) == saved_bytes(eager, x)
 
 
-class Attention(nn.Module):
-    """Self-attention that `fuse` runs again in backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        return self.out(F.scaled_dot_product_attention(q, k, v)[:, 0])
-
-
-class Transformer(nn.Module):
-    """A pre-norm block."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm1, self.norm2, self.attention = nn.LayerNorm(D), nn.LayerNorm(D), Attention()
-        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
-
-    def forward(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 def test_modules_that_run_again_hold_nothing_of_the_forward():
     """The context of a call, which they keep, has no recipe: saved bytes and peak are fuse's."""
     torch.manual_seed(0)
-    eager = nn.Sequential(*[Transformer() for _ in range(6)]).double()
+    eager = nn.Sequential(*[DecoderLayer(D, Attention(D)) for _ in range(6)]).double()
     x = torch.randn(2, 16 * T, D, dtype=torch.float64)
     fused, both = copy.deepcopy(eager), copy.deepcopy(eager)
     fusedckpt.fuse(fused)
@@ -315,7 +291,7 @@ def test_python_work_of_a_function():
     assert calls(lambda: F.layer_norm(x, (D,), weight, bias), large) <= 57
 
 
-class Fused(nn.Module):
+class LinearAndMLP(nn.Module):
     """A residual MLP and a linear behind norms; all but the two sums run fused."""
 
     def __init__(self):
@@ -331,7 +307,7 @@ class Fused(nn.Module):
 
 def test_the_mode_sees_functions_of_the_model(monkeypatch):
     """Each attribute that code of ours reads from a tensor would call it, too."""
-    model = Fused()
+    model = LinearAndMLP()
     fusedckpt.fuse(model, recompute_elementwise=True)
     x = tokens().requires_grad_() * 1
     model(x)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from own_mlps import Written
 from recipe_nets import D, saved_bytes, tokens
 from torch import Tensor, nn
+from zoo import InlineMLP
 
 import fusedckpt
 from fusedckpt.fusing import recipe_mode
 
 # bytes that recipes may save above `fuse` alone
 MOST = 256
-
-
-class WrittenGELU(nn.Module):
-    def forward(self, x):
-        return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
 class Long(nn.Module):
@@ -33,7 +29,7 @@ class Long(nn.Module):
         return x
 
 
-class Snake(nn.Module):
+class LearnedSnake(nn.Module):
     """An activation with a parameter and a buffer."""
 
     def __init__(self):
@@ -45,46 +41,41 @@ class Snake(nn.Module):
         return x + torch.sin(self.a * x + self.shift) ** 2 / self.a
 
 
-class Layer(nn.Module):
-    """An MLP within a layer's forward."""
+class JoinedMLP(InlineMLP):
+    """With a gate, or with more layers."""
 
-    def __init__(self, act: nn.Module, norm: nn.Module, join: str = ""):
-        super().__init__()
-        self.join, self.act, self.norm = join, act, norm
-        self.up, self.gate, self.down = (
-            nn.Linear(D, 4 * D),
-            nn.Linear(D, 4 * D),
-            nn.Linear(4 * D, D),
-        )
+    def __init__(self, act: nn.Module, norm: nn.Module, join: str):
+        super().__init__(D, 4 * D, act, norm)
+        self.join, self.gate = join, nn.Linear(D, 4 * D)
 
     def forward(self, x):
         n = self.norm(x)
-        h = self.act(self.up(n))
+        h = self.act(self.fc1(n))
         if self.join == "gate":
             h = h * self.gate(n)
-        elif self.join == "more layers":
-            h = self.act(self.up(F.gelu(self.down(h))))
-        return x + self.down(h)
+        else:
+            h = self.act(self.fc1(F.gelu(self.fc2(h))))
+        return x + self.fc2(h)
 
 
-def hooked(layer: Layer) -> Layer:
+def hooked(layer: InlineMLP) -> InlineMLP:
     """Return a layer with hooks, which may gather parameters for a call alone."""
-    layer.down.register_forward_hook(lambda *_: None)
+    layer.fc2.register_forward_hook(lambda *_: None)
     return layer
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "written": lambda: Layer(WrittenGELU(), nn.LayerNorm(D)),
-    "long": lambda: Layer(Long(), nn.LayerNorm(D)),
-    "snake": lambda: Layer(Snake(), nn.RMSNorm(D)),
-    "prelu": lambda: Layer(nn.PReLU(), nn.LayerNorm(D)),
-    "identity": lambda: Layer(nn.Identity(), nn.LayerNorm(D)),
-    "in place": lambda: Layer(nn.SiLU(inplace=True), nn.LayerNorm(D)),
-    "dropout": lambda: Layer(nn.Dropout(0.3), nn.LayerNorm(D)),
-    "gated": lambda: Layer(WrittenGELU(), nn.LayerNorm(D), "gate"),
-    "more layers": lambda: Layer(WrittenGELU(), nn.LayerNorm(D), "more layers"),
-    "hooked": lambda: hooked(Layer(WrittenGELU(), nn.LayerNorm(D))),
-    "hooked, gated": lambda: hooked(Layer(nn.SiLU(), nn.RMSNorm(D), "gate")),
+    "written": lambda: InlineMLP(D, 4 * D, Written(), nn.LayerNorm(D)),
+    "long": lambda: InlineMLP(D, 4 * D, Long(), nn.LayerNorm(D)),
+    "snake": lambda: InlineMLP(D, 4 * D, LearnedSnake(), nn.RMSNorm(D)),
+    "prelu": lambda: InlineMLP(D, 4 * D, nn.PReLU(), nn.LayerNorm(D)),
+    "identity": lambda: InlineMLP(D, 4 * D, nn.Identity(), nn.LayerNorm(D)),
+    "in place": lambda: InlineMLP(D, 4 * D, nn.SiLU(inplace=True), nn.LayerNorm(D)),
+    "dropout": lambda: InlineMLP(D, 4 * D, nn.Dropout(0.3), nn.LayerNorm(D)),
+    "gated": lambda: JoinedMLP(Written(), nn.LayerNorm(D), "gate"),
+    "more layers": lambda: JoinedMLP(Written(), nn.LayerNorm(D), "more layers"),
+    "hooked": lambda: hooked(InlineMLP(D, 4 * D, Written(), nn.LayerNorm(D))),
+    "hooked, gated": lambda: hooked(JoinedMLP(nn.SiLU(), nn.RMSNorm(D), "gate")),
 }
 
 

@@ -20,7 +20,7 @@ from fusedckpt.memory import saved_tensors
 D, BIG = 4, 1 << 15
 
 
-class Attention(nn.Module):
+class AttentionAround(nn.Module):
     """Calls attention between what a test adds."""
 
     def __init__(self, after):
@@ -57,7 +57,7 @@ def track(self, y, q):
     return y * (1 + self.mean.clone())
 
 
-class Large(Attention):
+class LargeTable(AttentionAround):
     def forward(self, x):
         self.table.add_(1.0)
         return super().forward(x) * self.table[0].clone()
@@ -76,7 +76,7 @@ AFTER = {
 }
 
 
-def models(after="nothing", kind=Attention):
+def models(after="nothing", kind=AttentionAround):
     torch.manual_seed(0)
     eager = nn.Sequential(nn.LayerNorm(D), kind(AFTER[after])).double().to(DEVICE)
     fused = copy.deepcopy(eager)
@@ -138,7 +138,7 @@ def test_between_forward_and_backward(after, between):
 
 
 def test_a_large_buffer_that_its_code_writes():
-    eager, fused = models(kind=Large)
+    eager, fused = models(kind=LargeTable)
     assert_same(step(eager), step(fused))
 
 
@@ -182,11 +182,11 @@ def test_a_result_in_an_attribute_has_its_gradient():
 
 
 def test_arguments_named_as_a_checkpoints():
-    class Named(Attention):
+    class NamedDebug(AttentionAround):
         def forward(self, x, debug=1.0):
             return super().forward(x) * debug
 
-    eager, fused = models(kind=Named)
+    eager, fused = models(kind=NamedDebug)
     x = torch.randn(2, 3, D, dtype=torch.float64, device=DEVICE)
     grads = [
         torch.autograd.grad(m[1](x, debug=2.0).square().sum(), [*m[1].parameters()])
@@ -195,7 +195,7 @@ def test_arguments_named_as_a_checkpoints():
     assert_same(*grads)
 
 
-class Odd(nn.Module):
+class OddMLP(nn.Module):
     """An MLP that no program computes."""
 
     def __init__(self):
@@ -210,13 +210,13 @@ class Odd(nn.Module):
 @pytest.mark.parametrize("between", ["scale", "freeze"])
 def test_a_recomputed_mlp(between):
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.LayerNorm(D), Odd()).double().to(DEVICE)
+    eager = nn.Sequential(nn.LayerNorm(D), OddMLP()).double().to(DEVICE)
     fused = copy.deepcopy(eager)
-    assert fuse(fused).swapped["1"] == "Odd -> recomputed"
+    assert fuse(fused).swapped["1"] == "OddMLP -> recomputed"
     assert_same(*(step(model, BETWEEN[between]) for model in (eager, fused)))
 
 
-class OddScaled(Odd):
+class OddScaled(OddMLP):
     """With a buffer: as one of several numbers, one of one number on a GPU never met meta."""
 
     def __init__(self):
@@ -244,7 +244,7 @@ def test_a_recomputed_mlp_with_a_buffer():
 
 def test_a_recomputed_mlp_in_a_full_graph():
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.LayerNorm(D), Odd()).to(DEVICE)
+    eager = nn.Sequential(nn.LayerNorm(D), OddMLP()).to(DEVICE)
     fused = copy.deepcopy(eager)
     fuse(fused)
     x = torch.randn(2, 3, D, device=DEVICE)
@@ -261,7 +261,7 @@ def test_nothing_but_saved_tensors_lives_on(attention):
     """Neither a norm's output nor q, k and v: autograd keeps pack hooks, which must hold none."""
     width, rows = 64, 256
 
-    class Layer(nn.Module):
+    class BareAttention(nn.Module):
         def __init__(self):
             super().__init__()
             self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
@@ -270,14 +270,16 @@ def test_nothing_but_saved_tensors_lives_on(attention):
             q, k, v = self.qkv(x).view(2, rows, 3, 2, -1).permute(2, 0, 3, 1, 4)
             return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
-    model = nn.Sequential(nn.LayerNorm(width), Layer(), nn.LayerNorm(width), Layer())
+    model = nn.Sequential(
+        nn.LayerNorm(width), BareAttention(), nn.LayerNorm(width), BareAttention()
+    )
     fuse(model, attention=attention)
     found = report(model, torch.randn(2, rows, width))
     # states of random number generators
     assert sum(found.held.values()) < 2 * 16384 < 2 * rows * width * 4
 
 
-class Written(Attention):
+class WritesParameter(AttentionAround):
     """Writes one of its own parameters before it reads it, every so many calls."""
 
     every = 1
@@ -312,7 +314,7 @@ def one_call(model):
 @pytest.mark.parametrize("is_read_again", [False, True])
 def test_a_module_that_writes_its_own_parameter(is_read_again):
     """Runs as eager in its first call and in all later ones, and a norm of it, too."""
-    eager, fused = models(kind=Written)
+    eager, fused = models(kind=WritesParameter)
     if is_read_again:
         eager.append(nn.LayerNorm(D).double().to(DEVICE))
         fused.append(copy.deepcopy(eager[2]))
@@ -325,8 +327,8 @@ def test_a_module_that_writes_its_own_parameter(is_read_again):
 
 
 def test_a_parameter_that_is_written_for_the_first_time_later(monkeypatch):
-    monkeypatch.setattr(Written, "every", 2)
-    eager, fused = models(kind=Written)
+    monkeypatch.setattr(WritesParameter, "every", 2)
+    eager, fused = models(kind=WritesParameter)
     assert_same(one_call(eager), one_call(fused))
     one_call(eager)
     with pytest.raises(RuntimeError, match=r"its forward wrote its parameter (gain|out.weight)"):
@@ -337,7 +339,7 @@ def test_a_parameter_that_is_written_for_the_first_time_later(monkeypatch):
 
 def test_a_batch_writes_no_parameter():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.LayerNorm(D), Written(AFTER["nothing"])).to(DEVICE)
+    model = nn.Sequential(nn.LayerNorm(D), WritesParameter(AFTER["nothing"])).to(DEVICE)
     before = copy.deepcopy(model.state_dict())
     fuse(model, batch=torch.ones(2, 3, D, device=DEVICE))
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
@@ -360,14 +362,14 @@ class OwnCheckpoint(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (x, *ctx.parameters), grads, allow_unused=True)
 
 
-class Checkpointed(Attention):
+class OwnCheckpointed(AttentionAround):
     def forward(self, x):
         return OwnCheckpoint.apply(super().forward, x, *self.parameters())
 
 
 def test_a_checkpoint_of_its_own_saves_no_more():
     """Its input is saved by its own checkpoint, which autograd's hooks do not see."""
-    eager, fused = models(kind=Checkpointed)
+    eager, fused = models(kind=OwnCheckpointed)
     for _ in range(2):
         assert_same(one_call(eager), one_call(fused))
     x = torch.ones(2, 3, D, dtype=torch.float64, device=DEVICE, requires_grad=True)

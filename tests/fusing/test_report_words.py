@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import string
+from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
+from zoo import Attention
 
 from fusedckpt import fuse
 from fusedckpt.layers.fallbacks import WORDS, NotFused
@@ -16,29 +17,18 @@ from fusedckpt.layers.fallbacks import WORDS, NotFused
 D, H = 12, 20
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, D // 2)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class Gated(Attention):
+class GatedAttention(Attention):
     """timm's way: a gate beside attention, which makes it look like an MLP."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(D, 2)
         self.gate = nn.GELU()
 
     def forward(self, x):
         return self.gate(super().forward(x))
 
 
-class Modulated(nn.Module):
+class ModulatedNorm(nn.Module):
     """The norm of diffusers' AdaLayerNormZero, whose second argument has a default."""
 
     def __init__(self):
@@ -62,7 +52,7 @@ def test_each_reason_is_one_clause_and_one_thing_to_do(key):
     assert NotFused(key).remedy == remedy
 
 
-@pytest.mark.parametrize("make", [Attention, Gated])
+@pytest.mark.parametrize("make", [partial(Attention, D, 2), GatedAttention])
 def test_an_attention_module_itself_is_fused(make):
     model = make()
     report = fuse(model)
@@ -74,17 +64,17 @@ def test_an_attention_module_itself_is_fused(make):
 
 
 def test_nothing_is_both_swapped_and_left():
-    report = fuse(nn.Sequential(nn.LayerNorm(D), Gated()))
+    report = fuse(nn.Sequential(nn.LayerNorm(D), GatedAttention()))
     assert set(report.swapped) == {"0", "1"}
     assert report.swapped.keys().isdisjoint(report.left)
     assert "left 0" in str(report)
 
 
 def test_a_second_argument_is_named():
-    report = fuse(nn.Sequential(Modulated()))
+    report = fuse(nn.Sequential(ModulatedNorm()))
     assert report.left["0"] == ("inputs", "timestep and emb")
     assert (
-        "left 1 x Modulated: its forward takes timestep and emb in addition to one tensor; "
+        "left 1 x ModulatedNorm: its forward takes timestep and emb in addition to one tensor; "
         "fuse(model, recompute_elementwise=True) recomputes its cheap functions, "
         "fusedckpt.checkpoint all of it (0)"
     ) in str(report)

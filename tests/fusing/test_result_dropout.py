@@ -28,7 +28,7 @@ class SeedOss(Gated):
         return F.dropout(y, p=self.residual_dropout, training=self.training)
 
 
-class Dropping(Plain):
+class DropsResult(Plain):
     """Drops its result by a function of that, a rate and its mode."""
 
     def __init__(self, drop, p=P):
@@ -46,8 +46,8 @@ def in_place(y, p, training):
 MAKES = {
     "SeedOss": (SeedOss, "residual_dropout"),
     # positional, by torch's own function
-    "torch's": (partial(Dropping, torch.dropout), "drop_rate"),
-    "in place": (partial(Dropping, in_place), "drop_rate"),
+    "torch's": (partial(DropsResult, torch.dropout), "drop_rate"),
+    "in place": (partial(DropsResult, in_place), "drop_rate"),
     "module": (DropsAfter, "drop.p"),
 }
 
@@ -63,7 +63,7 @@ DRAWS["module in place"] = (WrittenByModule, True)
 MAKES["module in place"] = (WrittenByModule, "drop.p")
 
 
-class Both(Plain):
+class DropsBoth(Plain):
     """A module on the hidden layer, a number on the result."""
 
     def __init__(self):
@@ -147,7 +147,7 @@ def test_it_saves_the_input_and_a_mask():
 
 
 def test_two_dropouts_run_fused_by_seeds():
-    module, x = Both().to(DEVICE), randn(T, D)
+    module, x = DropsBoth().to(DEVICE), randn(T, D)
     said = fuse(module)
     assert torch.equal(seeded(module, x), seeded(module, x))
     assert saved_bytes(module, [x]) == 4 * T * D + 2 * 8
@@ -175,7 +175,7 @@ DROPS = {
     "channels": lambda y, p, training: F.dropout1d(y, p, training),
     "twice": lambda y, p, training: F.dropout(F.dropout(y, p, training), p, training),
 }
-OTHERS = {name: (partial(Dropping, drop), "drop_rate") for name, drop in DROPS.items()}
+OTHERS = {name: (partial(DropsResult, drop), "drop_rate") for name, drop in DROPS.items()}
 OTHERS |= {"inside, too": (Everywhere, "drop_rate"), "inside": (Rate, "dropout")}
 
 
@@ -220,7 +220,7 @@ class OfConfig(Plain):
         return F.dropout(super().forward(x), self.config.rate, self.training)
 
 
-@pytest.mark.parametrize("make", [partial(Dropping, lambda y, p, _: F.dropout(y, p)), OfConfig])
+@pytest.mark.parametrize("make", [partial(DropsResult, lambda y, p, _: F.dropout(y, p)), OfConfig])
 def test_what_draws_by_another_rule_is_left(make):
     assert fuse(make(P).to(DEVICE)).left[""].key == "random"
 
@@ -228,7 +228,7 @@ def test_what_draws_by_another_rule_is_left(make):
 def test_parts_in_different_modes_run_the_original():
     """Whose mode decides, the recording did not see."""
 
-    class OfChild(Dropping):
+    class OfChild(DropsResult):
         def forward(self, x):
             return F.dropout(Plain.forward(self, x), self.drop_rate, self.second.training)
 

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import DEVICE
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from zoo import MLP, Attention, MLPBlock, SwiGLU
 
 import fusedckpt
 from fusedckpt import checkpoint
@@ -23,42 +23,21 @@ T, D, N = 64, 48, 3
 rounding = partial(checkpoint, store="int8")
 
 
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (nn.Linear(D, 2 * D, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+def gated():
+    return SwiGLU(D, 2 * D, down_bias=True)
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
+def normed_mlp(mlp=gated, kind=MLPBlock):
+    return kind(nn.RMSNorm(D), mlp())
 
 
-class Block(nn.Module):
-    def __init__(self, mlp=GatedMLP):
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(D), mlp()
-
-    def forward(self, x):
-        return x + self.branch(x)
-
-    def branch(self, x):
-        return self.mlp(self.norm(x))
-
-
-class Net(nn.Module):
+class RoundedNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(D, D), nn.Linear(D, D)
-        self.blocks = nn.ModuleList(Block(kind) for kind in (GatedMLP, MLP, GatedMLP))
+        self.blocks = nn.ModuleList(
+            normed_mlp(mlp) for mlp in (gated, partial(MLP, D, 2 * D), gated)
+        )
         self.norm = nn.LayerNorm(D)
 
     def forward(self, x):
@@ -72,7 +51,7 @@ class Net(nn.Module):
         return call(lambda h: self.last(self.norm(h)), h)
 
 
-def made(kind=Net, dtype=torch.float32, **options):
+def made(kind=RoundedNet, dtype=torch.float32, **options):
     torch.manual_seed(1)
     model = kind().to(DEVICE, dtype)
     fusedckpt.fuse(model, **options)
@@ -217,7 +196,7 @@ def test_readers_share_one_packed_copy(x):
 def test_tensors_that_stay_as_they_are(x, make, nbytes, kind):
     """Nothing is stored twice."""
 
-    class Model(nn.Module):
+    class MadeInput(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.norm, self.last = nn.Linear(D, D), nn.RMSNorm(D), nn.Linear(D, D)
@@ -226,8 +205,8 @@ def test_tensors_that_stay_as_they_are(x, make, nbytes, kind):
             h = make(self.first(x))
             return self.norm(h) if kind == "norm" else self.last(h)
 
-    found = step(made(Model, store="int8"), x)
-    exact = step(made(Model), x)
+    found = step(made(MadeInput, store="int8"), x)
+    exact = step(made(MadeInput), x)
     is_rounded = nbytes == T * D * 9 // 8
     assert found[0] == nbytes
     assert exact[0] == (4 * T * D if is_rounded else nbytes)
@@ -250,7 +229,10 @@ def test_every_mask_of_gradients(x):
     """No mask saves more than without, and none gives other gradients."""
     ours, plain = made(store="int8"), made()
     names = [name for name, _ in ours.named_parameters()]
-    groups = [[n for n in names if key in n] for key in ("first", "norm", "gate", "down", "last")]
+    groups = [
+        [n for n in names if key in n]
+        for key in ("first", "norm", "gate_proj", "down_proj", "last")
+    ]
     for flags in itertools.product([True, False], repeat=len(groups)):
         chosen = {n for group, flag in zip(groups, flags, strict=True) if flag for n in group}
         if not chosen:
@@ -284,7 +266,7 @@ def test_retained_and_second_derivatives(x):
 
 
 def test_writes_raise(x):
-    block = made(Block, store="int8")
+    block = made(normed_mlp, store="int8")
     h = nn.Parameter(x) * 1
     y = block(h)
     with torch.no_grad():
@@ -292,13 +274,13 @@ def test_writes_raise(x):
     with pytest.raises(RuntimeError, match=r"\[64, 48\].*modified by an inplace operation"):
         y.sum().backward()
 
-    class Writes(Block):
+    class WritesByData(MLPBlock):
         def branch(self, x):
             n = self.norm(x)
             n.data.mul_(2)
             return self.mlp(n)
 
-    written = made(Writes, store="int8")(nn.Parameter(x) * 1)
+    written = made(partial(normed_mlp, kind=WritesByData), store="int8")(nn.Parameter(x) * 1)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"\.data"):
         written.sum().backward()
 
@@ -315,7 +297,7 @@ def test_linears_of_one_cast_share_it(x):
     """Each would save its own cast of a tensor of float32."""
     leaf = nn.Parameter(x)
 
-    class Model(nn.Module):
+    class ThreeReaders(nn.Module):
         def __init__(self):
             super().__init__()
             self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
@@ -324,7 +306,7 @@ def test_linears_of_one_cast_share_it(x):
         def forward(self, h):
             return sum(linear(h) for linear in self.linears)
 
-    model = made(Model, store="int8")
+    model = made(ThreeReaders, store="int8")
     h = leaf * 1
     with torch.autocast(DEVICE.type, torch.bfloat16), saved_tensors([h]) as saved:
         y = model(h)
@@ -350,7 +332,7 @@ def test_hooks_around_get_the_tensors_themselves(x):
 
 
 def test_programs_that_are_recorded_are_exact(x):
-    ours, plain = made(Block, store="int8"), made(Block)
+    ours, plain = made(normed_mlp, store="int8"), made(normed_mlp)
     torch._dynamo.reset()
     compiled = partial(torch.compile, backend="aot_eager", fullgraph=True)
     steps = [step(m, x, compiled(m)) for m in (ours, plain)]
@@ -382,7 +364,7 @@ def test_the_peak_is_lower(x):
 def test_bad_options():
     for store, error in (("int4", ValueError), (8, TypeError), (True, TypeError)):
         with pytest.raises(error, match="store"):
-            fusedckpt.fuse(Net(), store=store)
+            fusedckpt.fuse(RoundedNet(), store=store)
         with pytest.raises(error, match="store"), fusedckpt.saving(store=store):
             pass
 
@@ -415,15 +397,9 @@ def test_recomputed_attention(recompute, any_size):
     assert_near_steps(found, exact)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
+class ResidualAttention(Attention):
     def forward(self, x):
-        q, k, v = self.qkv(x).view(1, T, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(T, D)
-        return x + self.out(y)
+        return x + super().forward(x[None])[0]
 
 
 class PostNorms(nn.Module):
@@ -431,7 +407,7 @@ class PostNorms(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.attention = nn.Linear(D, D), Attention()
+        self.first, self.attention = nn.Linear(D, D), ResidualAttention(D, 4)
         self.norms = nn.ModuleList(nn.RMSNorm(D) for _ in range(2))
 
     def forward(self, x):
@@ -494,7 +470,7 @@ def test_adapters(x):
 
     def adapted():
         config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        model = peft.get_peft_model(Net(), config)
+        model = peft.get_peft_model(RoundedNet(), config)
         # as enable_input_require_grads does for embeddings
         return model.train()
 
@@ -506,7 +482,7 @@ def test_adapters(x):
 
 class Stack(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Linear(D, D), *[Block() for _ in range(N)])
+        super().__init__(nn.Linear(D, D), *[normed_mlp() for _ in range(N)])
 
 
 def test_plan(x):

@@ -10,6 +10,7 @@ from own_mlps import SquaredReLU
 from support import DEVICE, peak_of_step, randn, saved_bytes
 from swap_cases import D, F, assert_equal
 from torch import nn
+from zoo import OwnSequential, Residual
 
 from fusedckpt import fuse, unfuse
 
@@ -19,21 +20,6 @@ N, ALL = "nn.LayerNorm", "nn.Linear + gelu + nn.Dropout + nn.Linear + nn.Dropout
 
 def layers(p=P, act=nn.GELU):
     return [nn.Linear(D, F), act(), nn.Dropout(p), nn.Linear(F, D), nn.Dropout(p)]
-
-
-class Net(nn.Module):
-    """vit-pytorch's feed-forward, and the residual connection around it."""
-
-    def __init__(self, *net):
-        super().__init__()
-        self.net = nn.Sequential(*net)
-
-    def forward(self, x):
-        return self.net(x) + x
-
-
-class Subclass(nn.Sequential):
-    pass
 
 
 def pieces(norm):
@@ -62,13 +48,17 @@ CASES = {
         1,
     ),
     "in pieces": (lambda: pieces(nn.LayerNorm(D)), {"1.0": f"{N} + {ALL}"}, 2),
-    "a subclass": (lambda: Subclass(nn.LayerNorm(D), *layers()), {"1": f"{N} + {ALL}"}, 2),
+    "a subclass": (lambda: OwnSequential(nn.LayerNorm(D), *layers()), {"1": f"{N} + {ALL}"}, 2),
     "an MLP inside": (
         lambda: nn.Sequential(nn.LayerNorm(D), nn.Sequential(*layers())),
         {"1.0": ALL},
         2,
     ),
-    "under a residual": (lambda: Net(nn.LayerNorm(D), *layers()), {"net.1": f"{N} + {ALL}"}, 2),
+    "under a residual": (
+        lambda: Residual(nn.LayerNorm(D), *layers()),
+        {"inner.1": f"{N} + {ALL}"},
+        2,
+    ),
 }
 
 
@@ -124,14 +114,14 @@ def test_a_copy_and_a_slice_drop_alike():
     assert torch.equal(model[1:](model[0](x)), y)
 
 
-class GEGLU(nn.Module):
+class GatesHalves(nn.Module):
     def forward(self, x):
         x, gate = x.chunk(2, dim=-1)
         return nn.functional.gelu(gate) * x
 
 
 def gated(p=P):
-    return [nn.Linear(D, 2 * F), GEGLU(), nn.Dropout(p), nn.Linear(F, D, bias=False)]
+    return [nn.Linear(D, 2 * F), GatesHalves(), nn.Dropout(p), nn.Linear(F, D, bias=False)]
 
 
 # layers before, those of an MLP that a recording shows, and layers behind it

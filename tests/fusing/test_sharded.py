@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from own_classes import LlamaRMSNorm
 from support import run_ranks
 from tensor_parallel import (
-    MLP,
-    Block,
     D,
     F,
-    GatedMLP,
     Ranks,
     alike,
     as_dtensors,
     fused_plan,
     gathered_by_each,
     gathered_once,
+    make_block,
+    make_mlp,
+    make_swiglu,
     replicated,
     same,
     whole,
@@ -31,14 +30,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from zoo import LlamaRMSNorm, SwiGLU
 
 from fusedckpt import checkpoint, fuse
 from fusedckpt.autograd.dispatch import forced_path
 
 
-class Dropping(GatedMLP):
+class DroppingSwiGLU(SwiGLU):
     def __init__(self, p: float):
-        super().__init__(bias=True)
+        super().__init__(D, F, bias=True)
         self.drop = nn.Dropout(p)
 
     def forward(self, x):
@@ -49,7 +49,7 @@ def build() -> nn.Sequential:
     torch.manual_seed(0)
     norms = nn.Sequential(nn.LayerNorm(D), LlamaRMSNorm(D), nn.RMSNorm(D))
     mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
-    return nn.Sequential(norms, GatedMLP(bias=True), mlp)
+    return nn.Sequential(norms, make_swiglu(bias=True), mlp)
 
 
 NAMES = ["0.0", "0.1", "0.2", "1", "2.0"]
@@ -87,7 +87,7 @@ def check_tensor_parallel(mesh) -> None:
 def check_dropout(mesh) -> None:
     """A block that drops hidden features is refused, or runs on DTensors if it drops later."""
     torch.manual_seed(1)
-    eager, x = Dropping(0.5), torch.randn(4, D, requires_grad=True)
+    eager, x = DroppingSwiGLU(0.5), torch.randn(4, D, requires_grad=True)
     fused = copy.deepcopy(eager)
     report = fuse(fused, verify=False)
     with pytest.raises(ValueError, match="it applies dropout to its hidden features"):
@@ -186,8 +186,8 @@ def on_a_mesh(rank: int) -> None:
     # every replica has data of its own
     ranks.x, ranks.dy = ranks.x + rank // 2, ranks.dy - rank // 2
     ways = (replicated, gathered_once, gathered_by_each, as_dtensors)
-    for way, make in zip(ways, (MLP, partial(GatedMLP, bias=True)) * 2, strict=True):
-        eager = Block(make())
+    for way, make in zip(ways, (make_mlp, partial(make_swiglu, bias=True)) * 2, strict=True):
+        eager = make_block(make())
         for parameter in eager.parameters():
             torch.distributed.broadcast(parameter.data, 0)
         fused = copy.deepcopy(eager)

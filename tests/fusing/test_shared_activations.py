@@ -12,20 +12,14 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn, saved_bytes
 from torch import nn
+from zoo import Doubled, InlineMLP, Intermediate
 
 import fusedckpt
 
 T, D, WIDE = 5, 16, 48
 
 
-class Layer(nn.Module):
-    """An MLP inside a layer's forward, as OPT, Whisper and BERT have it."""
-
-    def __init__(self, act: nn.Module):
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(D), act
-        self.fc1, self.fc2 = nn.Linear(D, WIDE), nn.Linear(WIDE, D)
-
+class ScaledInline(InlineMLP):
     def forward(self, x, scale):
         return x + scale * self.fc2(self.act(self.fc1(self.norm(x))))
 
@@ -67,7 +61,7 @@ class Drop(nn.Module):
         return F.dropout(F.relu(x), 0.2, self.training)
 
 
-class Noisy(nn.Module):
+class NoisyGELU(nn.Module):
     def __init__(self, noise: float = 0.1):
         super().__init__()
         self.noise = noise
@@ -153,7 +147,7 @@ def restart():
 
 def fused_and_eager(act: nn.Module) -> tuple[Any, Any, fusedckpt.FuseReport]:
     torch.manual_seed(0)
-    eager: Any = Layer(act).to(DEVICE, torch.float64)
+    eager: Any = ScaledInline(D, WIDE, act, nn.LayerNorm(D)).to(DEVICE, torch.float64)
     fused = copy.deepcopy(eager)
     report = fusedckpt.fuse(fused)
     return fused, eager, report
@@ -298,7 +292,7 @@ def test_a_slope_that_is_annealed_still_saves_the_norms_input():
 
 @pytest.mark.parametrize(
     "act",
-    [Drop, Noisy, nn.RReLU, OwnGenerator, Python, Numpy, Counter, Steps, Appends, Tracks],
+    [Drop, NoisyGELU, nn.RReLU, OwnGenerator, Python, Numpy, Counter, Steps, Appends, Tracks],
 )
 def test_activations_that_another_run_would_change(act):
     """Only torch's functions run again: random numbers and counters are those of the forward."""
@@ -307,7 +301,7 @@ def test_activations_that_another_run_would_change(act):
 
 
 def test_an_attribute_that_turns_noise_on():
-    fused, eager, report = fused_and_eager(Noisy(0.0))
+    fused, eager, report = fused_and_eager(NoisyGELU(0.0))
     assert "act" in report.shared
 
     def louder(act, step):
@@ -317,7 +311,7 @@ def test_an_attribute_that_turns_noise_on():
 
 
 def test_an_attribute_that_turns_noise_off_again():
-    fused, *_ = fused_and_eager(Noisy(0.0))
+    fused, *_ = fused_and_eager(NoisyGELU(0.0))
     x = randn(T, D, dtype=torch.float64)
     counts = []
     for noise in (0.0, 0.2, 0.0):
@@ -329,24 +323,9 @@ def test_an_attribute_that_turns_noise_off_again():
 def test_an_activation_that_is_parametrized_since_runs_once():
     fused, eager, _ = fused_and_eager(nn.PReLU())
 
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
     for model in (fused, eager):
-        nn.utils.parametrize.register_parametrization(model.act, "weight", Twice())
+        nn.utils.parametrize.register_parametrization(model.act, "weight", Doubled())
     assert_same(*(stepped(model, lambda act, step: None) for model in (fused, eager)))
-
-
-class Wide(nn.Module):
-    """A linear and its activation in a module of their own, as Swin V2's intermediate."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.act = nn.Linear(D, WIDE), nn.GELU()
-
-    def forward(self, x):
-        return self.act(self.dense(x))
 
 
 class Apart(nn.Module):
@@ -354,7 +333,7 @@ class Apart(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.wide = nn.LayerNorm(D), Wide()
+        self.norm, self.wide = nn.LayerNorm(D), Intermediate(D, WIDE, nn.GELU())
         self.narrow = nn.Sequential(nn.Linear(WIDE, D), nn.Dropout(0.0))
 
     def forward(self, x):
@@ -366,7 +345,7 @@ def test_a_linear_behind_a_fused_activation_saves_no_more(level):
     eager = Apart().to(DEVICE)
     fused = copy.deepcopy(eager)
     report = fusedckpt.fuse(fused)
-    assert report.swapped["wide"] == "Wide -> linear_act (gelu)"
+    assert report.swapped["wide"] == "Intermediate -> linear_act (gelu)"
     x = randn(T, D)
     # inputs of the wide linear and of the norm; at "preact" also the activation's input and result
     wide = {"inputs": 0, "preact": 2 * WIDE}[level]

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from support import DEVICE, calls, gemms, peak_of_step, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
+from zoo import Doubled, LoraLinear
 
 from fusedckpt import fuse, unfuse
 from fusedckpt.layers.notes import NO_NOTES, notes_of, set_notes
@@ -22,7 +23,7 @@ T, D, WIDE = 6, 8, 32
 ROWS = 8 * T * D
 
 
-class Block(nn.Module):
+class InlineBlock(nn.Module):
     """A residual block whose MLP is written in its forward, behind a gate, which is no norm."""
 
     def __init__(self, between: Any, bias: bool = True):
@@ -60,7 +61,7 @@ BETWEEN = {
 
 def pair(between: Any, bias: bool = True, dtype: torch.dtype = torch.float64) -> tuple[Any, Any]:
     torch.manual_seed(0)
-    eager: Any = Block(between, bias).to(DEVICE, dtype)
+    eager: Any = InlineBlock(between, bias).to(DEVICE, dtype)
     fused = copy.deepcopy(eager)
     # else the whole block runs again, as one without attention may
     report = fuse(fused, mlp=False, attention=False)
@@ -109,7 +110,7 @@ def test_a_part_of_a_tensor_is_not_copied():
 
 
 def test_the_peak_falls():
-    eager = nn.Sequential(*[Block(BETWEEN["function"]) for _ in range(6)]).to(DEVICE)
+    eager = nn.Sequential(*[InlineBlock(BETWEEN["function"]) for _ in range(6)]).to(DEVICE)
     fused, x = copy.deepcopy(eager), randn(128, D)
     fuse(fused, mlp=False, attention=False)
     saved = [saved_bytes(m, [x]) for m in (eager, fused)]
@@ -128,7 +129,7 @@ def test_frozen_parameters(frozen):
 
 
 def test_a_frozen_linear_keeps_no_wider_input():
-    class Narrow(nn.Module):
+    class NarrowHidden(nn.Module):
         def __init__(self):
             super().__init__()
             self.down, self.act, self.up = nn.Linear(WIDE, D), nn.GELU(), nn.Linear(D, WIDE)
@@ -136,7 +137,7 @@ def test_a_frozen_linear_keeps_no_wider_input():
         def forward(self, x):
             return self.up(self.act(self.down(x * 2)))
 
-    narrow = Narrow()
+    narrow = NarrowHidden()
     narrow.down.requires_grad_(False)
     model = nn.Sequential(narrow, nn.Identity()).to(DEVICE, torch.float64)
     x, fused = randn(T, WIDE, dtype=torch.float64), copy.deepcopy(model)
@@ -144,7 +145,7 @@ def test_a_frozen_linear_keeps_no_wider_input():
     assert saved_bytes(fused, [x]) <= saved_bytes(model, [x])
 
 
-class Writes(Block):
+class WritesInline(InlineBlock):
     """Writes to the first linear's input, or result, before the activation reads that."""
 
     def __init__(self, what: str):
@@ -160,7 +161,7 @@ class Writes(Block):
 
 
 def test_a_result_that_is_written_is_not_made_again():
-    eager: Any = Writes("result").to(DEVICE, torch.float64)
+    eager: Any = WritesInline("result").to(DEVICE, torch.float64)
     fused = copy.deepcopy(eager)
     fuse(fused, mlp=False, attention=False)
     x = randn(T, D, dtype=torch.float64)
@@ -169,7 +170,7 @@ def test_a_result_that_is_written_is_not_made_again():
 
 def test_an_input_that_is_written_is_an_error_as_ever():
     for fuses in (False, True):
-        model = Writes("input").to(DEVICE, torch.float64)
+        model = WritesInline("input").to(DEVICE, torch.float64)
         if fuses:
             fuse(model, mlp=False, attention=False)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -193,11 +194,6 @@ def test_other_readers(between):
         assert_same(results(fused, x), results(eager, x))
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
 def hook(model: Any) -> None:
     model.fc1.register_forward_hook(lambda module, args, y: 2 * y)
 
@@ -207,17 +203,8 @@ def parametrize(model: Any) -> None:
 
 
 def adapt(model: Any) -> None:
-    class Adapted(nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.a = base, nn.Linear(D, 2, False, device=DEVICE, dtype=torch.float64)
-            self.b = nn.Linear(2, WIDE, False, device=DEVICE, dtype=torch.float64)
-
-        def forward(self, x):
-            return self.base(x) + self.b(self.a(x))
-
     torch.manual_seed(1)
-    model.fc1 = Adapted(model.fc1)
+    model.fc1 = LoraLinear(model.fc1).requires_grad_()
 
 
 def patch(model: Any) -> None:
@@ -229,7 +216,7 @@ def patch(model: Any) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_linears_of_other_code(change, name, when):
     torch.manual_seed(0)
-    eager: Any = Block(BETWEEN[name]).to(DEVICE, torch.float64)
+    eager: Any = InlineBlock(BETWEEN[name]).to(DEVICE, torch.float64)
     fused = copy.deepcopy(eager)
     if when == "after":
         fuse(fused, mlp=False, attention=False)
@@ -345,7 +332,7 @@ def test_one_picture():
 
 
 def test_a_layer_without_such_functions_is_looked_at_once():
-    class Two(nn.Module):
+    class TwoResults(nn.Module):
         def __init__(self):
             super().__init__()
             self.a, self.b = nn.Linear(D, WIDE), nn.Linear(WIDE, D)
@@ -353,13 +340,13 @@ def test_a_layer_without_such_functions_is_looked_at_once():
         def forward(self, x):
             return self.a(x), self.b(x.repeat(1, WIDE // D))
 
-    model = Two().to(DEVICE)
+    model = TwoResults().to(DEVICE)
     fuse(model, mlp=False, attention=False)
     assert notes_of(model).shares_code
     model(randn(T, D))
     assert not notes_of(model).shares_code
     unfuse(model)
-    assert type(model) is Two
+    assert type(model) is TwoResults
     assert notes_of(model) is NO_NOTES
 
 

@@ -10,6 +10,7 @@ from support import DEVICE, gemms, peak_of_step, randn, saved_bytes
 from torch import nn
 from torch.nn import functional as F_
 from torch.utils.checkpoint import checkpoint
+from zoo import XIELU
 
 import fusedckpt
 from fusedckpt.autograd.recipes import Made
@@ -19,19 +20,7 @@ from fusedckpt.memory import saved_tensors
 T, D, F = 5, 16, 48
 
 
-class Gain(nn.Module):
-    """An activation with parameters and a buffer, as xIELU has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.tensor([0.3]))
-        self.register_buffer("b", torch.tensor(0.5))
-
-    def forward(self, z):
-        return torch.where(z > 0, self.a * z * z, torch.expm1(z) * self.a) + self.b * z
-
-
-class Layer(nn.Module):
+class InlineLayer(nn.Module):
     """An attention without attending, and an MLP written inside the layer."""
 
     def __init__(self, act: nn.Module, bias: bool = True):
@@ -47,9 +36,9 @@ class Layer(nn.Module):
         return x + self.fc2(h)
 
 
-def layer(act: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> Layer:
+def layer(act: nn.Module | None = None, dtype: torch.dtype = torch.float64) -> InlineLayer:
     torch.manual_seed(0)
-    return Layer(act or nn.GELU()).to(DEVICE, dtype)
+    return InlineLayer(act or nn.GELU()).to(DEVICE, dtype)
 
 
 def pair(act: nn.Module | None = None, **options):
@@ -71,7 +60,7 @@ def assert_same(ours, theirs):
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("act", [nn.GELU(), nn.ReLU(), nn.Tanh(), Gain()], ids=str)
+@pytest.mark.parametrize("act", [nn.GELU(), nn.ReLU(), nn.Tanh(), XIELU()], ids=str)
 @pytest.mark.parametrize("times", [1, 2])
 def test_gradients_are_those_of_the_layer(act, times):
     eager, fused = pair(act)
@@ -94,7 +83,7 @@ def test_only_the_norms_inputs_are_saved(save, kept):
 @pytest.mark.parametrize("save", ["inputs", "preact"])
 def test_the_peak_falls_with_saved_bytes(save):
     """Of six layers; at most one recomputes at a time."""
-    eager = nn.Sequential(*[Layer(nn.GELU()) for _ in range(6)]).to(DEVICE, torch.float64)
+    eager = nn.Sequential(*[InlineLayer(nn.GELU()) for _ in range(6)]).to(DEVICE, torch.float64)
     fused, x = copy.deepcopy(eager), randn(64, D, dtype=torch.float64)
     fusedckpt.fuse(fused, save=save)
     saved = [saved_bytes(m, [x]) for m in (eager, fused)]
@@ -130,7 +119,7 @@ def test_one_gemm_is_recomputed():
 
 @pytest.mark.parametrize("frozen", ["fc1", "fc2", "act", "norm2", "q"])
 def test_frozen_layers(frozen):
-    eager, fused = pair(Gain())
+    eager, fused = pair(XIELU())
     x = randn(2, T, D, dtype=torch.float64)
     found = []
     for model in (eager, fused):
@@ -176,7 +165,7 @@ def test_results_that_are_written_are_saved():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    eager, fused = (one.float() for one in pair(Gain()))
+    eager, fused = (one.float() for one in pair(XIELU()))
     x, found = randn(2, T, D), []
     for model in (eager, fused):
         with torch.autocast(DEVICE.type, dtype):
@@ -235,7 +224,7 @@ def test_compiled_as_one_graph():
     assert_same(found, grads(eager, x)[1:])
 
 
-class Router(nn.Module):
+class InPlaceRouter(nn.Module):
     """Chooses experts in float32, and writes its scores in place."""
 
     def __init__(self):
@@ -250,12 +239,12 @@ class Router(nn.Module):
         return scores.to(x.dtype), index
 
 
-class Mixture(nn.Module):
+class NormedMixture(nn.Module):
     """A norm, and a mixture of experts that reads its rows in another shape."""
 
     def __init__(self):
         super().__init__()
-        self.norm, self.router = nn.RMSNorm(D), Router()
+        self.norm, self.router = nn.RMSNorm(D), InPlaceRouter()
         self.gate_up = nn.Parameter(torch.randn(4, 2 * F, D) / 4)
         self.down = nn.Parameter(torch.randn(4, D, F) / 7)
 
@@ -270,7 +259,7 @@ class Mixture(nn.Module):
 @pytest.mark.parametrize("autocasts", [False, True], ids=["", "autocast"])
 def test_a_router_and_experts_save_no_rows(dtype, autocasts):
     torch.manual_seed(0)
-    eager = Mixture().to(DEVICE, dtype)
+    eager = NormedMixture().to(DEVICE, dtype)
     fused = copy.deepcopy(eager)
     report = fusedckpt.fuse(fused)
     assert report.left == {}
@@ -291,7 +280,7 @@ def test_a_router_and_experts_save_no_rows(dtype, autocasts):
 
 
 def test_rows_that_were_written_are_saved():
-    model = Mixture().to(DEVICE)
+    model = NormedMixture().to(DEVICE)
     eager = copy.deepcopy(model)
     fusedckpt.fuse(model)
 
@@ -312,7 +301,7 @@ def test_rows_that_were_written_are_saved():
 def test_a_head_of_class_tokens_saves_the_norms_input():
     """These rows of the norm's result lie apart, and are saved as a view of all of it."""
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.LayerNorm(D), Head())
+    eager = nn.Sequential(nn.LayerNorm(D), FirstTokenHead())
     fused = copy.deepcopy(eager).to(DEVICE)
     fusedckpt.fuse(fused)
     x = randn(2, T, D, requires_grad=True)
@@ -324,7 +313,7 @@ def test_a_head_of_class_tokens_saves_the_norms_input():
     torch.testing.assert_close(*grads)
 
 
-class Head(nn.Module):
+class FirstTokenHead(nn.Module):
     """As timm's vision transformers have it."""
 
     def __init__(self):

@@ -15,12 +15,12 @@ from fusedckpt import fuse
 from fusedckpt.fusing import verification
 
 
-class Scaled(Plain):
+class SlightlyScaled(Plain):
     def forward(self, x):
         return super().forward(x) * 1.01
 
 
-class Own(Plain):
+class ScaledByWeight(Plain):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(D))
@@ -33,9 +33,9 @@ AGAIN = {
     "ELU": lambda: Plain(nn.ELU(0.2)),
     "Softplus": lambda: Plain(nn.Softplus(beta=2)),
     "ReLU6": lambda: Plain(nn.ReLU6()),
-    "scaled": Scaled,
+    "scaled": SlightlyScaled,
     "inlined": Inlined,
-    "own parameter": Own,
+    "own parameter": ScaledByWeight,
 }
 
 

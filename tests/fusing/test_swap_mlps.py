@@ -5,15 +5,14 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from own_mlps import (
     Conv1D,
     D,
-    FeedForward,
-    Functional,
     Gated,
     H,
+    Inheriting,
     InList,
-    Intermediate,
     Packed,
     Plain,
     QuickGELU,
@@ -26,6 +25,7 @@ from own_mlps import (
 from support import DEVICE, randn
 from swap_cases import assert_equal, results
 from torch import nn
+from zoo import Intermediate, OwnSequential, SwiGLU
 
 from fusedckpt import fuse, saving, unfuse
 from fusedckpt.fusing import verification
@@ -41,10 +41,7 @@ ACTS = {
 }
 
 
-class Subclass(nn.Sequential):
-    pass
-
-
+inheriting = partial(SwiGLU, D, H, linear=Inheriting)
 FOUND = {
     **{f"Plain-{n}": (partial(Plain, a()), f"Plain -> mlp ({n})") for n, a in ACTS.items()},
     "written": (partial(Plain, Written()), "Plain -> mlp (gelu_tanh)"),
@@ -57,17 +54,17 @@ FOUND = {
     "gated": (Gated, "Gated -> gated_mlp (silu)"),
     "gated with biases": (partial(Gated, nn.GELU(), True), "Gated -> gated_mlp (gelu)"),
     "square": (partial(Gated, features=H), "Gated -> gated_mlp (silu)"),
-    "no module": (Functional, "Functional -> gated_mlp (silu)"),
+    "no module": (partial(SwiGLU, D, H), "SwiGLU -> gated_mlp (silu)"),
     "packed": (Packed, "Packed -> gated_mlp (gelu_tanh, packed, gate first)"),
     "packed, up first": (
         partial(Packed, "up", False),
         "Packed -> gated_mlp (gelu_tanh, packed, up first)",
     ),
-    "one linear": (Intermediate, "Intermediate -> linear_act (gelu)"),
-    "inherited forward": (FeedForward, "FeedForward -> gated_mlp (silu)"),
+    "one linear": (partial(Intermediate, D, H, F.gelu), "Intermediate -> linear_act (gelu)"),
+    "inherited forward": (inheriting, "SwiGLU -> gated_mlp (silu)"),
     "inherited from Sequential": (
-        lambda: Subclass(nn.Linear(D, H), QuickGELU(), nn.Linear(H, D)),
-        "Subclass -> mlp (quick_gelu)",
+        lambda: OwnSequential(nn.Linear(D, H), QuickGELU(), nn.Linear(H, D)),
+        "OwnSequential -> mlp (quick_gelu)",
     ),
     "in a Sequential": (
         lambda: nn.Sequential(nn.Linear(D, H), QuickGELU(), nn.Linear(H, D)),
@@ -176,6 +173,6 @@ def test_what_runs_once_for_all_is_the_same_for_all(monkeypatch):
     """Identical modules are checked once, others each."""
     real, calls = verification.difference, []
     monkeypatch.setattr(verification, "difference", lambda *a: calls.append(a) or real(*a))
-    model = nn.ModuleList([FeedForward(), FeedForward(), Split(), Split(), Split(96, 128)])
+    model = nn.ModuleList([inheriting(), inheriting(), Split(), Split(), Split(96, 128)])
     assert len(fuse(model.to(DEVICE)).swapped) == 5
     assert len(calls) == 3

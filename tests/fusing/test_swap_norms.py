@@ -123,7 +123,7 @@ def test_float64_in_float32_runs_its_own_forward():
     assert (report.left, report.shared) == ({}, {"": "Llama -> saves its input"})
 
 
-class Doubled(Llama):
+class DoubledLlama(Llama):
     def forward(self, hidden_states):
         return 2 * super().forward(hidden_states)
 
@@ -141,14 +141,14 @@ class OtherEps(Norm):
         return (self.w * rms).to(x.dtype)
 
 
-class Half(Norm):
+class HalfNorm(Norm):
     """The same in float32, but it rounds everything to half precision."""
 
     def forward(self, x):
         return self.w * self.rms(x)
 
 
-class Twice(Norm):
+class ScaledNorm(Norm):
     def forward(self, x, scale):
         return self.w * self.rms(x) * scale
 
@@ -168,7 +168,7 @@ class Broken(Norm):
         raise KeyError("no")
 
 
-OTHERS = [Doubled, EpsOutside, OtherEps, Broken, Twice, Buffered, NoEps, Unit, Standard]
+OTHERS = [DoubledLlama, EpsOutside, OtherEps, Broken, ScaledNorm, Buffered, NoEps, Unit, Standard]
 OTHERS += [KnowsWidth, lambda: OneScale(1), OneScale, ReadBuffer]
 
 
@@ -186,7 +186,7 @@ def test_others_are_left(make):
     assert not norm.state_dict().get("calls", torch.zeros(())).any()
 
 
-@pytest.mark.parametrize("make", [Doubled, OtherEps])
+@pytest.mark.parametrize("make", [DoubledLlama, OtherEps])
 def test_others_save_their_input_alone(make):
     eager, x = make().to(DEVICE, torch.float64), randn(3, D, dtype=torch.float64)
     norm = copy.deepcopy(eager)
@@ -219,15 +219,15 @@ def test_subclass_that_inherits_its_forward(original):
 
 
 def test_fused_in_the_dtypes_that_were_seen_to_be_the_same():
-    norm, x = Half().to(DEVICE), randn(4, D)
+    norm, x = HalfNorm().to(DEVICE), randn(4, D)
     eager = copy.deepcopy(norm)
-    assert fuse(norm).swapped == {"": "Half -> rms_norm (llama cast)"}
+    assert fuse(norm).swapped == {"": "HalfNorm -> rms_norm (llama cast)"}
     assert "LayerFunction" in norm(x).grad_fn.name()
     torch.testing.assert_close(norm(x), eager(x))
     half = x.bfloat16()
     assert torch.equal(norm.bfloat16()(half), eager.bfloat16()(half))
     # in bfloat16 it is no norm of ours, and its own forward saves its input alone
-    assert fuse(eager).shared == {"": "Half -> saves its input"}
+    assert fuse(eager).shared == {"": "HalfNorm -> saves its input"}
 
 
 def test_eps_is_read_when_called():

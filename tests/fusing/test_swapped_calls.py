@@ -4,24 +4,24 @@ import copy
 
 import pytest
 import torch
-from own_classes import LlamaRMSNorm
 from support import DEVICE, randn
 from swap_cases import D, F
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
+from zoo import GatedMLP, LlamaRMSNorm
 
 from fusedckpt import checkpoint, fuse
 from fusedckpt.memory import saved_tensors
 
 
-class Gated(nn.Module):
+class Scalable(GatedMLP):
+    """A second argument, which has a default."""
+
     def __init__(self):
-        super().__init__()
-        self.gate, self.up = nn.Linear(D, F, bias=False), nn.Linear(D, F, bias=False)
-        self.down, self.act = nn.Linear(F, D, bias=False), nn.SiLU()
+        super().__init__(D, F)
 
     def forward(self, hidden_states, scale=None):
-        y = self.down(self.act(self.gate(hidden_states)) * self.up(hidden_states))
+        y = super().forward(hidden_states)
         return y if scale is None else y * scale
 
 
@@ -34,7 +34,7 @@ class Tagged(Tensor):
 
 
 MODULES = {
-    "gated": Gated,
+    "gated": Scalable,
     "norm": lambda: LlamaRMSNorm(D),
     "LayerNorm": lambda: nn.LayerNorm(D),
     "RMSNorm": lambda: nn.RMSNorm(D),
@@ -97,16 +97,16 @@ def test_checkpoint_of_an_input_of_a_class_whose_loss_runs_backward(make):
 def test_symbolic_trace_of_the_module_itself(make):
     """fx takes names and number of inputs from the forward's signature."""
     eager, fused = pair_of(make)
-    given = {"scale": None} if make is Gated else None
+    given = {"scale": None} if make is Scalable else None
     graphs = [symbolic_trace(model, given) for model in (fused, eager)]
     found = [[n.name for n in graph.graph.nodes if n.op == "placeholder"] for graph in graphs]
-    assert [len(names) for names in found] == [1 + (make is Gated)] * 2
+    assert [len(names) for names in found] == [1 + (make is Scalable)] * 2
     assert found[0] == found[1]
     x = randn(3, D)
     torch.testing.assert_close(graphs[0](x, *[None] * (len(found[0]) - 1)), eager(x))
 
 
-@pytest.mark.parametrize("make", [Gated, MODULES["norm"]], ids=["gated", "norm"])
+@pytest.mark.parametrize("make", [Scalable, MODULES["norm"]], ids=["gated", "norm"])
 def test_an_input_given_by_its_name_runs_fused(make):
     _, fused = pair_of(make)
     x = randn(3, D)
@@ -122,7 +122,7 @@ def test_an_input_given_by_its_name_runs_fused(make):
 
 def test_results_are_written_in_place():
     # Falcon adds attention's output to its MLP's, and both to the residual, in place
-    for layer in (nn.LayerNorm(D), Gated()):
+    for layer in (nn.LayerNorm(D), Scalable()):
         x, found = randn(2, 3, D), []
         for module in (layer, copy.deepcopy(layer)):
             if module is layer:

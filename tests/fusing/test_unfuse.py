@@ -139,7 +139,7 @@ def test_a_slice_computes_the_same_after_unfuse():
 
 
 def test_torch_script_refuses_by_name():
-    class Half(nn.Module):
+    class HalfFused(nn.Module):
         def __init__(self):
             super().__init__()
             self.norm, self.q, self.mlp = nn.LayerNorm(D), nn.Linear(D, D), net()[1]
@@ -147,7 +147,7 @@ def test_torch_script_refuses_by_name():
         def forward(self, x):
             return self.q(self.norm(x)) + self.mlp(x)
 
-    model = Half()
+    model = HalfFused()
     fuse(model)
     with pytest.raises(TypeError, match=r"torch.jit.script: the model was fused, call fusedckpt"):
         torch.jit.script(model)

@@ -42,7 +42,7 @@ def address(h: Tensor) -> None:
 WRITES = (clamp, assign, numpy, from_numpy, address)
 
 
-class Layer(nn.Module):
+class WritingLayer(nn.Module):
     """An MLP and two linears behind a norm; its results are written, by the name of a place."""
 
     def __init__(self, place: str, write: Callable[[Tensor], None]):
@@ -83,7 +83,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor | None]:
 def test_writes(write, place, options, monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     torch.manual_seed(0)
-    eager = Layer(place, write)
+    eager = WritingLayer(place, write)
     ours = copy.deepcopy(eager)
     fusedckpt.fuse(ours, **options)
     x = randn(T, D)
@@ -164,13 +164,13 @@ def test_hooks_are_other_code():
 def test_writes_between_two_readers(write):
     """Eager's first linear reads in backward what is written behind it, too."""
     torch.manual_seed(0)
-    ours = Layer("between readers", write)
+    ours = WritingLayer("between readers", write)
     fusedckpt.fuse(ours)
     with pytest.raises(CheckpointError, match="writes there without a version"):
         gradients(ours, randn(T, D))
 
 
-class Scaled(nn.Module):
+class ScalesByData(nn.Module):
     """An MLP behind a norm that scales its input by `.data`: a second run scales it twice."""
 
     def __init__(self):
@@ -185,6 +185,6 @@ class Scaled(nn.Module):
 
 
 def test_a_module_whose_check_finds_another_recompute_is_left():
-    model = nn.Sequential(Scaled(), nn.ReLU(), nn.Linear(2 * D, D))
+    model = nn.Sequential(ScalesByData(), nn.ReLU(), nn.Linear(2 * D, D))
     report = fusedckpt.fuse(model)
     assert "0" not in report.swapped

@@ -6,7 +6,16 @@ import copy
 from typing import Any
 
 import torch
-from tensor_parallel import MLP, Block, GatedMLP, Ranks, fused_plan, gathered_once, replicated, same
+from tensor_parallel import (
+    Ranks,
+    fused_plan,
+    gathered_once,
+    make_block,
+    make_mlp,
+    make_swiglu,
+    replicated,
+    same,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -24,12 +33,12 @@ def saved_bytes(model: Any, x: torch.Tensor) -> int:
 def main(rank: int) -> None:
     ranks = Ranks(init_device_mesh("cpu", (2,)), rank)
     for mlp, save, way in (
-        (GatedMLP, "inputs", replicated),
-        (MLP, "preact", replicated),
-        (GatedMLP, "inputs", gathered_once),
+        (make_swiglu, "inputs", replicated),
+        (make_mlp, "preact", replicated),
+        (make_swiglu, "inputs", gathered_once),
     ):
         torch.manual_seed(0)
-        model = Block(mlp())
+        model = make_block(mlp())
         expected = ranks.expected(copy.deepcopy(model), way)
         fusedckpt.fuse(model, verify=False, save=save)
         parallelize_module(model, ranks.mesh, fused_plan(model, way))

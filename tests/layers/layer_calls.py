@@ -13,8 +13,8 @@ from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
+import zoo
 from bad_values import TAKES_NONE, D, DTensor, F, N, t
-from own_classes import SwiGLU
 from support import DEVICE
 from torch import Tensor, nn
 
@@ -135,17 +135,6 @@ def in_order(args: Any, **options: Any) -> nn.Module:
     return fusedckpt.Sequential(args, **options)
 
 
-class Plain(nn.Module):
-    """A block that `fuse` swaps."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(D, F), nn.Linear(F, D)
-
-    def forward(self, x):
-        return self.fc2(nn.functional.gelu(self.fc1(x)))
-
-
 def fused(model: nn.Module) -> nn.Module:
     fusedckpt.fuse(model.to(DEVICE), verify=False)
     assert type(model).__name__.startswith("Fused")
@@ -209,8 +198,8 @@ CALLED = {
 # a module's errors are its own, or those of the function that it calls
 ATTRIBUTES = [
     ("Linear", linear, fusedckpt.Linear, "save activation"),
-    ("gated_mlp", lambda: fused(SwiGLU(D, F)), fusedckpt.GatedMLP, "save"),
-    ("fuse", lambda: fused(Plain()), fusedckpt.MLP, "save"),
+    ("gated_mlp", lambda: fused(zoo.SwiGLU(D, F)), fusedckpt.GatedMLP, "save"),
+    ("fuse", lambda: fused(zoo.MLP(D, F)), fusedckpt.MLP, "save"),
     ("rms_norm", lambda: fusedckpt.RMSNorm(D), fusedckpt.RMSNorm, RMS),
     ("layer_norm", lambda: fusedckpt.LayerNorm(D), fusedckpt.LayerNorm, "eps"),
     (

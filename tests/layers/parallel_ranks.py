@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tensor_parallel import (
-    MLP,
     B,
-    Block,
     D,
     F,
-    GatedMLP,
     Ranks,
     S,
     alike,
@@ -26,6 +23,9 @@ from tensor_parallel import (
     gathered_by_each,
     gathered_once,
     local,
+    make_block,
+    make_mlp,
+    make_swiglu,
     replicated,
     same,
 )
@@ -89,7 +89,7 @@ def fused(model: nn.Module, mesh: DeviceMesh, way: Any) -> nn.Module:
 def check_table(ranks: Ranks) -> None:
     for way, (saved, collectives) in {w: (SAVED[w], COLLECTIVES[w]) for w in SAVED}.items():
         torch.manual_seed(0)
-        block = Block(GatedMLP(bias=True))
+        block = make_block(make_swiglu(bias=True))
         expected = ranks.expected(block, way)
         eager = copy.deepcopy(block)
         parallelize_module(eager, ranks.mesh, way(eager))
@@ -129,7 +129,7 @@ def check_shapes(ranks: Ranks) -> None:
     for way in (replicated, gathered_by_each):
         for save in ("inputs", "preact"):
             torch.manual_seed(0)
-            mlp = MLP(bias=True)
+            mlp = make_mlp(bias=True)
             expected = ranks.expected(mlp, way)
             fusedckpt.fuse(mlp, save=save, verify=False)
             parallelize_module(mlp, ranks.mesh, fused_plan(mlp, way))
@@ -139,7 +139,7 @@ def check_shapes(ranks: Ranks) -> None:
             parts = 1 if way is replicated else 2
             assert costs(ranks, mlp, way)[0] == WIDE // parts + extra
         torch.manual_seed(0)
-        eager = MLP(bias=False)
+        eager = make_mlp(bias=False)
         ours = copy.deepcopy(eager)
         fusedckpt.fuse(ours, verify=False)
         parallelize_module(eager, ranks.mesh, way(eager))
@@ -152,7 +152,7 @@ def check_shapes(ranks: Ranks) -> None:
 
 def check_wide_out(ranks: Ranks) -> None:
     torch.manual_seed(0)
-    mlp = MLP(out=3)
+    mlp = make_mlp(out=3)
     x, dy = torch.randn(B, S, D, requires_grad=True), torch.randn(B, S, 3)
     expected = torch.autograd.grad(mlp(x), [x, *mlp.parameters()], dy)
     report = fusedckpt.fuse(mlp, verify=False)
@@ -167,7 +167,7 @@ def check_autograd(ranks: Ranks) -> None:
     """Backward twice, of gradients, of some tensors alone, with frozen weights; checkpoints."""
     for way in (replicated, gathered_once):
         torch.manual_seed(0)
-        block = Block(GatedMLP())
+        block = make_block(make_swiglu())
         expected = ranks.expected(block, way)
         model = fused(copy.deepcopy(block), ranks.mesh, way)
         for around in (fusedckpt.checkpoint, checkpoint):
@@ -194,7 +194,7 @@ def check_autograd(ranks: Ranks) -> None:
 
 def check_rows_let_go(ranks: Ranks) -> None:
     """What backward gathered ahead is gone once it was read, and where nobody reads it."""
-    model = MLP()
+    model = make_mlp()
     fusedckpt.fuse(model, verify=False)
     parallelize_module(model, ranks.mesh, fused_plan(model, gathered_by_each))
     x, held = ranks.rows(ranks.x).clone().requires_grad_() * 1, []
@@ -210,7 +210,7 @@ def check_second_order(ranks: Ranks) -> None:
     """Where rows are shared out: torch's from_local of a whole tensor is differentiable once."""
     way = gathered_by_each
     torch.manual_seed(0)
-    mlp = GatedMLP()
+    mlp = make_swiglu()
     unfused, ours = copy.deepcopy(mlp), copy.deepcopy(mlp)
     fusedckpt.fuse(ours, verify=False)
     parallelize_module(unfused, ranks.mesh, way(unfused))
@@ -232,7 +232,7 @@ def check_second_order(ranks: Ranks) -> None:
 
 def check_writes(ranks: Ranks) -> None:
     """What was kept and then written to is refused, as autograd does it."""
-    model = GatedMLP()
+    model = make_swiglu()
     fusedckpt.fuse(model, verify=False)
     parallelize_module(model, ranks.mesh, fused_plan(model, gathered_by_each))
     x = ranks.rows(ranks.x).clone().requires_grad_()
@@ -251,7 +251,7 @@ def check_other_styles(ranks: Ranks) -> None:
         lambda _: {"gate_proj": ColwiseParallel(output_layouts=Replicate())},
     ):
         torch.manual_seed(0)
-        model = GatedMLP()
+        model = make_swiglu()
         expected = ranks.expected(model, replicated)
         report = fusedckpt.fuse(model, verify=False)
         parallelize_module(model, ranks.mesh, styles(model))
@@ -263,7 +263,7 @@ def check_own_forward(ranks: Ranks) -> None:
     """A hook inside, set later, is called: the module computes with DTensors."""
     for way in (replicated, gathered_by_each, as_dtensors):
         for make in (
-            GatedMLP,
+            make_swiglu,
             lambda: fusedckpt.GatedMLP(D, F, norm=nn.LayerNorm(D), residual=True),
         ):
             torch.manual_seed(0)
@@ -281,7 +281,7 @@ def check_refused(ranks: Ranks) -> None:
     """Bad calls raise before any weight is changed."""
     mesh, own = ranks.mesh, fusedckpt.GatedMLP(D, F)
     with pytest.raises(TypeError, match="call fuse before parallelize_module"):
-        parallelize_module(GatedMLP(), mesh, MLPParallel())
+        parallelize_module(make_swiglu(), mesh, MLPParallel())
     for layout in (Shard(-1), Partial()):
         with pytest.raises(ValueError, match="must be Replicate"):
             MLPParallel(output_layouts=layout)

@@ -13,7 +13,6 @@ import torch
 import torch._dynamo.compiled_autograd
 from adapted_cases import LORA
 from cases import CASES
-from own_classes import SwiGLU
 from quantized_weight import Int8Rows, quantize
 from support import (
     DEVICE,
@@ -27,6 +26,7 @@ from support import (
 )
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from zoo import MLPBlock, SwiGLU
 
 import fusedckpt
 from fusedckpt import register_quantized
@@ -46,15 +46,9 @@ def fresh():
     torch._dynamo.reset()
 
 
-class Block(nn.Module):
+def block(kind=MLPBlock):
     """A norm and an MLP with a residual, as models have them: two modules."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.mlp = nn.RMSNorm(D), SwiGLU(D, FF)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
+    return kind(nn.RMSNorm(D), SwiGLU(D, FF))
 
 
 class Projections(nn.Module):
@@ -71,7 +65,7 @@ class Projections(nn.Module):
 
 
 MODELS = {
-    "blocks": lambda: nn.Sequential(*[Block() for _ in range(4)]),
+    "blocks": lambda: nn.Sequential(*[block() for _ in range(4)]),
     "written out": lambda: nn.Sequential(
         nn.LayerNorm(D), nn.Linear(D, FF), nn.GELU(), nn.Linear(FF, D)
     ),
@@ -253,7 +247,7 @@ def test_transforms_compile(name):
     """torch.func takes no checkpoint."""
     if name == "jvp" and DEVICE.type == "cuda":
         pytest.skip("torch compiles no jvp of its norms on CUDA")
-    eager, fused = fused_of(Block, "inputs")
+    eager, fused = fused_of(block, "inputs")
     x = randn(T, D, requires_grad=False)
     found, wanted = (TRANSFORMS[name](model) for model in (fused, eager))
     torch.testing.assert_close(compiled(found)(x), wanted(x))
@@ -272,11 +266,11 @@ def test_inside_a_compiled_checkpoint():
 def test_a_written_norm_is_not_mistaken():
     """What was written between the norm and its readers is what they read."""
 
-    class Written(Block):
+    class WrittenNorm(MLPBlock):
         def forward(self, x):
             n = self.norm(x)
             n.mul_(1.5)
             return x + self.mlp(n)
 
-    eager, fused = fused_of(Written, "inputs")
+    eager, fused = fused_of(lambda: block(WrittenNorm), "inputs")
     assert_as_eager(compiled(fused), fused.parameters(), eager, randn(T, D))

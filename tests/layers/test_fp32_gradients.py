@@ -11,6 +11,7 @@ from support import DEVICE, randn
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from zoo import SwiGLU
 
 import fusedckpt
 from fusedckpt import accumulate_in_fp32
@@ -48,13 +49,13 @@ def test_256_and_1_are_257():
     assert layer.weight.grad.item() == 257
 
 
-class Head(nn.Linear):
+class HeadLoss(nn.Linear):
     def forward(self, x):
         target = torch.arange(len(x), device=x.device)
         return linear_cross_entropy(x, self.weight, target, self.bias, chunks=2, reduction="sum")
 
 
-class Routed(nn.Module):
+class FixedRoutes(nn.Module):
     def __init__(self, d, f):
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(3, 2 * f, d) / d**0.5)
@@ -65,7 +66,7 @@ class Routed(nn.Module):
         return experts(x, index, torch.ones_like(index, dtype=x.dtype), self.gate_up, self.down)
 
 
-class Adapted(nn.Module):
+class LoraSiLU(nn.Module):
     def __init__(self, d, f):
         super().__init__()
         self.base = nn.Linear(d, f, bias=False).requires_grad_(False)
@@ -93,9 +94,9 @@ LAYERS = {
     "rms_norm": lambda d, f: fusedckpt.RMSNorm(d),
     "layer_norm": lambda d, f: fusedckpt.LayerNorm(d),
     "norm of two dimensions": lambda d, f: fusedckpt.LayerNorm((ROWS, d)),
-    "head": lambda d, f: Head(d, f),
-    "experts": Routed,
-    "lora": Adapted,
+    "head": lambda d, f: HeadLoss(d, f),
+    "experts": FixedRoutes,
+    "lora": LoraSiLU,
 }
 
 
@@ -174,13 +175,13 @@ def test_backward_allocates_nothing_of_a_weights_size(name):
     assert returned > of_dx
 
 
-class Pair(nn.Module):
+class TiedPair(nn.Module):
     """A weight that two layers read, and an embedding."""
 
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(HIDDEN, DIM)
-        self.head = Head(DIM, HIDDEN, bias=False)
+        self.head = HeadLoss(DIM, HIDDEN, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x):
@@ -194,23 +195,13 @@ def peak_of_accumulation(mlp: nn.Module, x: Tensor) -> int:
     return peak
 
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(DIM, HIDDEN), nn.Linear(DIM, HIDDEN)
-        self.down_proj = nn.Linear(HIDDEN, DIM)
-
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="the allocator rounds sizes")
 @pytest.mark.parametrize("rows", [3, 7, DIM // 2, DIM // 2 + 1])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_peak_of_an_mlp_of_few_tokens(is_gated, rows):
     """Weights are larger than hidden layers: their gradients are made one after the other."""
     eager = nn.Sequential(nn.Linear(DIM, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, DIM))
-    eager = Gated() if is_gated else eager
+    eager = SwiGLU(DIM, HIDDEN, bias=True) if is_gated else eager
     fused = copy.deepcopy(eager)
     fusedckpt.fuse(fused)
     x = randn(rows, DIM, requires_grad=False)
@@ -222,7 +213,7 @@ def test_peak_of_an_mlp_of_few_tokens(is_gated, rows):
 
 def test_a_tied_weight_gets_all_its_gradients():
     torch.manual_seed(0)
-    layer = Pair().to(DEVICE, BF16)
+    layer = TiedPair().to(DEVICE, BF16)
     truth = copy.deepcopy(layer).double()
     truth.head.forward = lambda x: F.cross_entropy(
         F.linear(x, truth.head.weight), torch.arange(len(x), device=DEVICE), reduction="sum"

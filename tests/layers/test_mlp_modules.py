@@ -5,6 +5,7 @@ import torch
 from support import DEVICE, randn, saved_bytes
 from torch import nn
 from torch.nn.utils import parametrize
+from zoo import Doubled, LoraLinear
 
 import fusedckpt
 from fusedckpt import MLP, GatedMLP, NormLinear
@@ -61,30 +62,12 @@ def test_matches_its_children(kind, norm, bias):
 
 
 def parametrized(block, child):
-    class Halved(nn.Module):
-        def forward(self, weight):
-            return weight / 2
-
-    parametrize.register_parametrization(block.get_submodule(child), "weight", Halved())
-
-
-class Beside(nn.Module):
-    """A frozen linear and a trainable low-rank branch beside it (arXiv 2106.09685)."""
-
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        options = {"bias": False, "device": DEVICE, "dtype": torch.float64}
-        self.a = nn.Linear(base.in_features, 3, **options)
-        self.b = nn.Linear(3, base.out_features, **options)
-
-    def forward(self, x):
-        return self.base(x) + self.b(self.a(x))
+    parametrize.register_parametrization(block.get_submodule(child), "weight", Doubled())
 
 
 def replaced(block, child):
     old = block.get_submodule(child)
-    setattr(block, child, nn.Sequential(old) if child == "norm" else Beside(old))
+    setattr(block, child, nn.Sequential(old) if child == "norm" else LoraLinear(old, 3))
 
 
 def hooked(block, child):

@@ -67,7 +67,7 @@ def test_other_ways_to_call():
         y.sum().backward()
 
 
-class Attention(nn.Module):
+class QueriesAndKeys(nn.Module):
     """A norm, and the linears that read it."""
 
     def __init__(self, norm, bias=True):
@@ -89,7 +89,7 @@ def drawn(norm, *args, **options):
     norm = norm(D)
     for p in norm.parameters():
         nn.init.normal_(p, 1)
-    return Attention(norm, *args, **options).to(DEVICE)
+    return QueriesAndKeys(norm, *args, **options).to(DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import warnings
 import pytest
 import torch
 from cases import CASES
-from own_classes import LlamaRMSNorm, SwiGLU
 from support import DEVICE, as_tuple, randn
 from torch import nn
 from torch.export import Dim
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from zoo import LlamaRMSNorm, SwiGLU
 
 import fusedckpt
 from fusedckpt import MLP, GatedMLP, LayerNorm, Linear, NormLinear, RMSNorm, Sequential

@@ -11,6 +11,7 @@ from swap_cases import D, F, assert_equal, rows
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.flop_counter import FlopCounterMode
+from zoo import Doubled
 
 import fusedckpt
 from fusedckpt import Sequential, reference
@@ -326,11 +327,11 @@ def test_wrong_shapes(layers, shape, match):
 
 
 def test_what_is_no_floating_tensor():
-    class Sum(nn.Module):
+    class SumOfPair(nn.Module):
         def forward(self, pair):
             return pair[0] + pair[1]
 
-    model, x = sequential(Sum(), *mlp()), rows()
+    model, x = sequential(SumOfPair(), *mlp()), rows()
     torch.testing.assert_close(model((x, x)), nn.Sequential(*model)((x, x)))
     for given, match in (
         ("x", "mlp: x must be a tensor, got str"),
@@ -412,10 +413,6 @@ def test_hooks_on_all_modules():
 def test_changed_child(index):
     """By a forward or a parametrization of its own, or by a hook that makes its weight."""
 
-    class Double(nn.Module):
-        def forward(self, w):
-            return w * 2
-
     model, x = sequential(nn.LayerNorm(D), *mlp()), rows()
     expected = model(x)
     model[index].forward = lambda x, child=model[index]: type(child).forward(child, x) * 2
@@ -424,7 +421,7 @@ def test_changed_child(index):
     del model[index].forward
     if index == 2:
         index = 1
-    parametrize.register_parametrization(model[index], "weight", Double())
+    parametrize.register_parametrization(model[index], "weight", Doubled())
     assert kinds(model) != "mlp"
     assert_as_torch(model)
     parametrize.remove_parametrizations(model[index], "weight")

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.nn.functional as F
-from own_classes import SwiGLU
 from support import as_tuple
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +17,7 @@ from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from zoo import Doubled, Residual, SwiGLU
 
 from fusedckpt import MLP, GatedMLP, LayerNorm, Linear, NormLinear, RMSNorm, Sequential
 from fusedckpt.autograd.dispatch import forced_path
@@ -28,11 +28,6 @@ D, H = 8, 12
 class EagerLinear(nn.Linear):
     def forward(self, x):
         return F.gelu(super().forward(x))
-
-
-class Residual(nn.Sequential):
-    def forward(self, x):
-        return x + super().forward(x)
 
 
 class Fan(nn.ModuleList):
@@ -95,14 +90,9 @@ def weighted(layer):
     return [m for m in layer.modules() if isinstance(m._parameters.get("weight"), nn.Parameter)]
 
 
-class Twice(nn.Module):
-    def forward(self, w):
-        return 2 * w
-
-
 def parametrized(layer):
     for module in weighted(layer):
-        parametrize.register_parametrization(module, "weight", Twice())
+        parametrize.register_parametrization(module, "weight", Doubled())
 
 
 def normed(apply):

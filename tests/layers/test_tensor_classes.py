@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from own_classes import SwiGLU
 from support import DEVICE, as_tuple, randn, saved_bytes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from zoo import SwiGLU
 
 import fusedckpt
 from fusedckpt import NormSpec, functional, reference
