@@ -21,7 +21,7 @@ from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential
 from fusedckpt.autograd import rounded
 
 
-class Block(nn.Module):
+class BlockWithUnused(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2, self.unused = (nn.Linear(8, 8) for _ in range(3))
@@ -31,13 +31,13 @@ class Block(nn.Module):
         return x + self.fc2(F.scaled_dot_product_attention(h, h, h)[0, 0].tanh()).sin()
 
 
-class Model(nn.Module):
+class TwoWrappedBlocks(nn.Module):
     """Two blocks, each `wrap`ped, run by `call`."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module], call: Callable[..., Any]):
         super().__init__()
         self.call = call
-        self.blocks = nn.ModuleList(wrap(Block()) for _ in range(2))
+        self.blocks = nn.ModuleList(wrap(BlockWithUnused()) for _ in range(2))
 
     def forward(self, x):
         return self.call(self.blocks, x)
@@ -62,7 +62,7 @@ def keep(block: nn.Module) -> nn.Module:
 
 
 def ddp(wrap: Any, call: Any, **options: Any) -> nn.Module:
-    return DistributedDataParallel(Model(wrap, call), **options)
+    return DistributedDataParallel(TwoWrappedBlocks(wrap, call), **options)
 
 
 def fsdp(wrap: Any, call: Any) -> nn.Module:
@@ -72,7 +72,7 @@ def fsdp(wrap: Any, call: Any) -> nn.Module:
         return FullyShardedDataParallel(block, device_id=cpu, use_orig_params=True)
 
     return FullyShardedDataParallel(
-        Model(shard, call), device_id=torch.device("cpu"), use_orig_params=True
+        TwoWrappedBlocks(shard, call), device_id=torch.device("cpu"), use_orig_params=True
     )
 
 
@@ -84,7 +84,7 @@ def fsdp_parts(wrap: Any, call: Any) -> nn.Module:
         block.fc1 = shard(block.fc1)
         return wrap(block)
 
-    return shard(Model(parts, call))
+    return shard(TwoWrappedBlocks(parts, call))
 
 
 def sharded(wrap: Any, call: Any, inside: bool = False, **options: Any) -> nn.Module:
@@ -96,7 +96,7 @@ def sharded(wrap: Any, call: Any, inside: bool = False, **options: Any) -> nn.Mo
             wrap(fully_shard(block, **options)) if inside else fully_shard(wrap(block), **options)
         )
 
-    return fully_shard(Model(shard, call), **options)
+    return fully_shard(TwoWrappedBlocks(shard, call), **options)
 
 
 def gradients(build: Callable[..., nn.Module], rank: int, *wraps: Any) -> dict[str, Any]:

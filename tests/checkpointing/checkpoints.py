@@ -11,14 +11,33 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from support import DEVICE
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint as stock_checkpoint
+from zoo import MLP
 
 from fusedckpt import checkpoint, checkpoint_sequential
 
 stock = partial(stock_checkpoint, use_reentrant=False)
+
+
+class DroppingBlock(nn.Module):
+    """x + dropout(mlp(norm(x))), where rows may attend to each other before."""
+
+    def __init__(self, d: int, f: int, attends: bool = False):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(d), MLP(d, f)
+        self.drop, self.attends = nn.Dropout(0.1), attends
+
+    def forward(self, x, mask=None, scale=1.0):
+        h = self.norm(x)
+        if self.attends:
+            heads = h[None].unflatten(-1, (4, -1)).transpose(1, 2)
+            h = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2)[0].flatten(-2)
+        y = self.drop(self.mlp(h)) * scale
+        return x + y if mask is None else x + y * mask
 
 
 def step(call: Callable[..., Any], *args: Any, parameters: Any = (), seed: int = 3) -> list[Any]:

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as collectives
 from torch.utils.checkpoint import checkpoint as stock
+from zoo import Attention, Residual
 
 import fusedckpt
 
@@ -50,19 +51,6 @@ class Ring(torch.autograd.Function):
         )[:3]
 
 
-class Block(nn.Module):
-    """Attention as models write it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.RMSNorm(D), nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, H, -1)).permute(2, 0, 3, 1, 4)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(y.transpose(1, 2).flatten(2))
-
-
 def counting(calls: list[str], name: str) -> Any:
     run = getattr(collectives, name)
 
@@ -76,7 +64,8 @@ def counting(calls: list[str], name: str) -> Any:
 def main(rank: int) -> None:
     """Compare with one process; count the ring's collectives of forward and backward."""
     torch.manual_seed(0)
-    block, x = Block(), torch.randn(2, L, D, requires_grad=True)
+    block = Residual(nn.RMSNorm(D), Attention(D, H, is_causal=True))
+    x = torch.randn(2, L, D, requires_grad=True)
     block(x).square().sum().backward()
     assert x.grad is not None
     truth = x.grad.chunk(2, 1)[rank]
@@ -86,9 +75,9 @@ def main(rank: int) -> None:
     for name in ("all_gather_single", "all_gather_tensor", "permute_tensor"):
         if hasattr(collectives, name):
             setattr(collectives, name, counting(calls, name))
-    F.scaled_dot_product_attention = lambda q, k, v, is_causal: Ring.apply(q, k, v)
+    F.scaled_dot_product_attention = lambda q, k, v, **options: Ring.apply(q, k, v)
     ways = {
-        "plain": Block.__call__,
+        "plain": Residual.__call__,
         "stock": partial(stock, use_reentrant=False),
         "again": fusedckpt.checkpoint,
         "saved": partial(fusedckpt.checkpoint, save_regions=["attention"]),

@@ -157,7 +157,7 @@ def test_as_plain(name, options):
     assert type(checkpoint(fn, *args, **OPTIONS[options])) is type(fn(*args))
 
 
-def test_c1_preserve_rng_state_off():
+def test_without_preserve_rng_state_a_recompute_draws_anew():
     x = randn(64, 6)
     y = checkpoint(F.dropout, x, preserve_rng_state=False)
     torch.manual_seed(9)
@@ -165,7 +165,7 @@ def test_c1_preserve_rng_state_off():
     assert not torch.equal(grad != 0, y != 0)
 
 
-def test_c2_generators():
+def test_a_generator_among_the_arguments_draws_the_same_again():
     def run(wrap):
         generator = torch.Generator().manual_seed(3)
         return wrap(lambda x, g: (x * torch.rand(4, 6, generator=g)).sin(), x, generator)
@@ -177,7 +177,7 @@ def test_c2_generators():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("where", ["args", "kwargs", "list", "parameter"])
-def test_c2_rng_of_devices(where):
+def test_the_generator_of_a_gpu_draws_the_same_again_wherever_its_tensor_is(where):
     x = torch.randn(64, device="cuda", requires_grad=True)
     layer = nn.Module()
     layer.register_parameter("x", nn.Parameter(x.detach().clone()))
@@ -195,7 +195,7 @@ def test_c2_rng_of_devices(where):
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.random])
-def test_c3_python_and_numpy(draw):
+def test_random_and_numpy_draw_the_same_again_and_go_on_as_before(draw):
     factors = []
 
     def fn(x):
@@ -213,7 +213,7 @@ def test_c3_python_and_numpy(draw):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cached", [True, False])
-def test_c4_autocast(dtype, cached):
+def test_a_recompute_runs_under_the_autocast_of_its_forward(dtype, cached):
     layers, kind = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).to(DEVICE), DEVICE.type
 
     def fn(x):
@@ -233,7 +233,7 @@ def test_c4_autocast(dtype, cached):
     assert not torch.is_autocast_enabled(kind)
 
 
-def test_c4_backward_inside_another_autocast():
+def test_a_backward_under_another_autocast_changes_no_bit():
     layer, x = nn.Linear(6, 6).to(DEVICE), randn(4, 6)
 
     def run(call):
@@ -264,7 +264,7 @@ class Record:
     rest: list
 
 
-def test_c5_nested_arguments():
+def test_tensors_in_nested_arguments_get_their_gradients():
     x, y, z, w = (randn(4, 3) for _ in range(4))
     thing, seen = object(), []
 
@@ -285,7 +285,7 @@ def test_c5_nested_arguments():
     assert seen == [thing] * 3
 
 
-def test_c5_dataclasses():
+def test_dataclasses_may_be_arguments_and_results():
     x = randn(4, 3)
     found = checkpoint(lambda r: Record(r.a.sin().sin(), [None, "s", 3]), Record(x, []))
     assert found.rest == [None, "s", 3]
@@ -294,7 +294,7 @@ def test_c5_dataclasses():
     assert checkpoint(lambda: None) is None
 
 
-def test_c7_outputs_without_grad():
+def test_outputs_require_grad_as_without_a_checkpoint():
     x = randn(4, 3)
     found = checkpoint(lambda x: (x.sin(), x.detach().cos(), x.argmax()), x)
     assert [y.requires_grad for y in found] == [True, False, False]

@@ -54,7 +54,7 @@ def test_decorates_functions(options):
 
 
 def test_decorates_methods():
-    class Net(nn.Module):
+    class DecoratedNet(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear, self.calls = nn.Linear(4, 4), []
@@ -69,7 +69,7 @@ def test_decorates_methods():
         def still(x):
             return x.sin().cos()
 
-    net, x = Net().to(DEVICE), randn(3, 4)
+    net, x = DecoratedNet().to(DEVICE), randn(3, 4)
     found = step(partial(net, scale=2.0), x, parameters=net.parameters())
     assert len(net.calls) == 2
     run = lambda x: net.linear(x.sin()).tanh() * 2.0  # noqa: E731

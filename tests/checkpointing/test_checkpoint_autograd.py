@@ -35,7 +35,7 @@ class Exp(torch.autograd.Function):
         return dy * first[1]
 
 
-def test_c10_an_output_that_is_written_in_place():
+def test_an_output_may_be_written_in_place():
     def outside(x, call=lambda f, x: f(x)):
         y = call(lambda x: (x * 2).view(-1)[2:], x)
         y.mul_(2)
@@ -45,7 +45,7 @@ def test_c10_an_output_that_is_written_in_place():
     assert_same(step(partial(outside, call=checkpoint), x), step(outside, x))
 
 
-def test_c11_retain_graph():
+def test_a_retained_graph_recomputes_for_each_backward():
     x, w = randn(4, 6), randn(6, 6)
     fn, calls = counted(lambda x: chain(x, w))
     loss = checkpoint(fn, x).sum()
@@ -57,7 +57,7 @@ def test_c11_retain_graph():
     assert len(calls) == 3
 
 
-def test_c12_some_gradients_alone():
+def test_some_gradients_alone_are_the_same_and_leave_the_others_none():
     model = linears(6, 6, 6, 6)
     fn, x = lambda x: model(x).sin(), randn(4, 6)
     for leaf in (x, model[0].weight, model[2].weight, model[4].bias):
@@ -71,7 +71,7 @@ def test_c12_some_gradients_alone():
     assert all(p.grad is None for p in (x, *model.parameters()))
 
 
-def test_c13_partial_backward_leaves_nothing():
+def test_a_partial_backward_leaves_no_recomputed_tensor():
     made = []
 
     class Keep(torch.autograd.Function):
@@ -96,7 +96,7 @@ def test_c13_partial_backward_leaves_nothing():
         made.clear()
 
 
-def test_c14_saved_tensors_read_twice():
+def test_saved_tensors_may_be_read_twice():
     """By any number of layers, at the cost of one more recompute."""
     fn, calls = counted(lambda x: Exp.apply(Exp.apply(x.sin()).sin()).sin())
     assert_as_plain(fn, randn(4, 6))
@@ -107,7 +107,7 @@ def test_c14_saved_tensors_read_twice():
     assert torch.equal(y.grad_fn._saved_result, y)
 
 
-def test_c19_hooks():
+def test_hooks_of_modules_run_again_but_those_of_tensors_once():
     model = linears(6, 6, 6)
     calls = dict.fromkeys(["forward", "once", "backward", "tensor"], 0)
 
@@ -127,14 +127,14 @@ def test_c19_hooks():
 
 
 @pytest.mark.parametrize("wrap", [checkpoint, stock])
-def test_c19_is_recomputing(wrap):
+def test_is_recomputing_tells_a_recompute_from_its_forward(wrap):
     seen = []
     wrap(lambda x: (seen.append(is_recomputing()), x.sin().sin())[1], randn(4)).sum().backward()
     assert seen == [False, True]
     assert not is_recomputing()
 
 
-def test_c33_one_recompute_for_a_split_backward():
+def test_a_backward_that_is_split_recomputes_once():
     group = getattr(torch.utils.checkpoint, "GraphExecGroup", None)
     if group is None:
         pytest.skip("torch has no GraphExecGroup")
@@ -155,14 +155,14 @@ def test_c33_one_recompute_for_a_split_backward():
 @pytest.mark.parametrize(
     "wrap", [checkpoint, partial(checkpoint, debug=True), partial(checkpoint, checkpoint)]
 )
-def test_c15_plain_layers(wrap):
+def test_second_derivatives_of_plain_layers(wrap):
     x, w = (randn(3, 3, dtype=torch.float64) for _ in range(2))
     fn = lambda x, w: F.layer_norm(chain(x, w).exp(), (3,)).tanh()  # noqa: E731
     assert torch.autograd.gradgradcheck(partial(wrap, fn), (x, w))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_c15_fused_layers(case):
+def test_second_derivatives_of_fused_layers(case):
     inputs = case.inputs((2,), 3, 4, dtype=torch.float64)
     wanted = [x for x in inputs if x is not None]
 
@@ -180,7 +180,7 @@ def test_c15_fused_layers(case):
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("inside", [False, True])
-def test_c15_gradients_inside_the_segment(times, inside):
+def test_gradients_inside_the_segment_change_no_bit(times, inside):
     """Forces of a potential; with `inside`, of a checkpointed one."""
     w = randn(6, 6)
 
@@ -195,7 +195,7 @@ def test_c15_gradients_inside_the_segment(times, inside):
     assert_as_plain(lambda x: fn(x.detach().requires_grad_()) * x, randn(4, 6), parameters=[w])
 
 
-def test_c16_forward_mode_and_vmap():
+def test_forward_mode_and_vmap_change_no_bit():
     x, w, t = (randn(6, 6, requires_grad=False) for _ in range(3))
 
     def tangent(call):
@@ -215,7 +215,7 @@ def test_c16_forward_mode_and_vmap():
     assert_same(found, expected)
 
 
-def test_c16_torch_vmap_of_a_backward():
+def test_a_backward_under_vmap_changes_no_bit():
     x, dys = randn(4, 6), torch.randn(3, 4, 6).to(DEVICE)
 
     def rows(call):
@@ -244,7 +244,7 @@ WRAPS = {
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("fn", RANDOM)
-def test_c16_random_numbers_in_a_batched_backward(fn, wrap):
+def test_a_batched_backward_draws_the_random_numbers_of_the_forward(fn, wrap):
     x, fn = randn(4, 6), RANDOM[fn]
     found = []
     for call in (WRAPS[wrap](fn), fn if wrap != "sequential" else lambda x: fn(x).sin().cos()):
@@ -261,12 +261,12 @@ def test_c16_random_numbers_in_a_batched_backward(fn, wrap):
 
 
 @pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
-def test_c17_torch_func_around(transform):
+def test_torch_func_around_changes_no_bit(transform):
     x = randn(4, 4, requires_grad=False)
     found = transform(lambda x: checkpoint(chain, x, x).sum())(x)
     assert same(found, transform(lambda x: chain(x, x).sum())(x))
 
 
-def test_c17_torch_func_inside_is_refused():
+def test_torch_func_inside_is_refused():
     with pytest.raises(RuntimeError, match="saved tensor hooks"):
         checkpoint(lambda x: torch.func.grad(lambda x: x.sin().sum())(x), randn(4))

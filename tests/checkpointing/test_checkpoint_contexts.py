@@ -34,7 +34,7 @@ def block(width: int = 6) -> nn.Module:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_c23_nested_three_deep(order):
+def test_three_nested_checkpoints_change_no_bit(order):
     a, b, c = (WRAPS[name] for name in order)
     blocks = [block() for _ in range(4)]
     parameters = [p for m in blocks for p in m.parameters()]
@@ -63,7 +63,7 @@ def test_c23_nested_three_deep(order):
     assert_same(run(partial(a, nested)), run(plain))
 
 
-def test_c24_save_on_cpu():
+def test_save_on_cpu_outside_or_inside_changes_no_bit():
     layer, x = block(), randn(4, 6)
     fn, calls = counted(layer)
 
@@ -85,12 +85,12 @@ def test_c24_save_on_cpu():
     assert len(calls) == 1
 
 
-def test_c24_hooks_off():
+def test_hooks_that_are_disabled_raise_the_error_of_who_disabled_them():
     with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         checkpoint(torch.sin, randn(4))
 
 
-def test_c25_four_threads():
+def test_four_threads_at_once_change_no_bit():
     def work(seed):
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(8, 6, generator=generator).to(DEVICE).requires_grad_()
@@ -110,7 +110,7 @@ def test_c25_four_threads():
         list(pool.map(work, range(4)))
 
 
-def test_c25_backward_in_another_thread():
+def test_backward_may_run_in_another_thread():
     layers, x = block(), randn(4, 6)
     y = checkpoint(layers, x)
     with ThreadPoolExecutor(1) as pool:
@@ -119,7 +119,7 @@ def test_c25_backward_in_another_thread():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_c26_no_gradients_wanted(mode):
+def test_nothing_is_saved_where_no_gradients_are_wanted(mode):
     layers, x = block(), randn(4, 6)
     fn, calls = counted(layers)
     with mode(), saved_tensors() as saved:
@@ -133,7 +133,7 @@ def test_c26_no_gradients_wanted(mode):
 @pytest.mark.parametrize(
     ("backend", "inside"), [("eager", False), ("aot_eager", False), ("aot_eager", True)]
 )
-def test_c28_compiled(backend, inside):
+def test_compiled_code_around_or_inside_has_the_same_gradients(backend, inside):
     layers, x = linears(6, 6, 6), randn(4, 6)
     expected = step(lambda x: layers(x).sin(), x, parameters=layers.parameters())
     if inside:
@@ -146,7 +146,7 @@ def test_c28_compiled(backend, inside):
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_c28_a_recompute_in_what_is_compiled_stays_eager():
+def test_a_recompute_in_a_compiled_backward_stays_eager():
     layers, x = block(), randn(4, 6)
     fn = lambda x: layers(x).sin()  # noqa: E731
     expected = step(fn, x)[1]
@@ -161,7 +161,7 @@ def test_c28_a_recompute_in_what_is_compiled_stays_eager():
     assert not torch.nn.modules.module._has_any_global_hook()
 
 
-def test_c28_compiled_autograd():
+def test_compiled_autograd_changes_no_bit():
     layers, x = linears(6, 6, 6), randn(4, 6)
     expected = step(lambda x: layers(x).sin(), x)[1]
     loss = checkpoint(lambda x: layers(x).sin(), x).square().sum()
@@ -171,7 +171,7 @@ def test_c28_compiled_autograd():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_c30_cuda_graphs():
+def test_a_captured_checkpoint_replays_and_refuses_random_states():
     layers = linears(6, 6, 6)
     x = randn(4, 6)
 

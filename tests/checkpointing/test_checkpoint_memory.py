@@ -48,7 +48,7 @@ WRAPS = {
 
 
 @pytest.mark.parametrize("name", WRAPS)
-def test_c29_intermediates_and_output_are_freed(name):
+def test_intermediates_and_output_are_freed(name):
     with no_gc():
         probe, x = Probe(), randn(4, 6) * 1
         y, argument = WRAPS[name](network(probe), x), weakref.ref(x)
@@ -64,7 +64,7 @@ def test_c29_intermediates_and_output_are_freed(name):
         assert not probe.alive
 
 
-def test_c29_without_a_backward_or_after_a_failed_one():
+def test_all_is_freed_without_a_backward_and_after_a_failed_one():
     with no_gc():
         probe, x = Probe(), randn(4, 6) * 1
 
@@ -93,7 +93,7 @@ def live_tensors() -> int:
     return sum(issubclass(type(obj), torch.Tensor) for obj in gc.get_objects())
 
 
-def test_c29_many_steps():
+def test_many_steps_leave_no_tensor_or_object():
     fused = fusedckpt.Linear(6, 6, activation="gelu")
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), fused).to(DEVICE)
     x, counts = randn(4, 6), []

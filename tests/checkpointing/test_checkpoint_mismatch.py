@@ -33,7 +33,7 @@ def surroundings() -> list:
 @pytest.mark.parametrize("when", [False, True])
 @pytest.mark.parametrize("wraps", [1, 2])
 @pytest.mark.parametrize("error", [Mine, KeyboardInterrupt])
-def test_c20_c21_exceptions(when, wraps, error):
+def test_an_exception_keeps_its_type_and_leaves_no_trace(when, wraps, error):
     """In forward or recompute: the type is kept, all is restored, and the next step works."""
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout()).to(DEVICE)
     x, failing = randn(4, 6), [True]
@@ -102,7 +102,7 @@ UNSEEN = ("another function",)
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("layers", [LAYERS, FUSED], ids=["plain", "fused"])
 @pytest.mark.parametrize("name", others(LAYERS))
-def test_c22_another_recompute_raises(name, layers, debug):
+def test_another_recompute_raises(name, layers, debug):
     if name in UNSEEN and not debug:
         pytest.skip("torch's checks do not see it")
     forward, recompute = others(layers)[name]
@@ -114,7 +114,7 @@ def test_c22_another_recompute_raises(name, layers, debug):
             y.sum().backward()
 
 
-def test_c22_more_than_the_forward():
+def test_a_recompute_that_saves_more_raises_unless_it_ends_early():
     """A recompute ends with the last tensor that the forward saved, if it may end early."""
     (a, b, c, _), x = LAYERS, randn(6, 6)
     forward, recompute = [a, torch.sin, b], [a, torch.sin, c, torch.sin, b]
@@ -127,7 +127,7 @@ def test_c22_more_than_the_forward():
         y.sum().backward()
 
 
-class Noisy(nn.Module):
+class Drifting(nn.Module):
     """Not the same twice, in values alone."""
 
     def __init__(self):
@@ -139,22 +139,22 @@ class Noisy(nn.Module):
         return x * (1 + 1e-6 * self.calls)
 
 
-def test_c31_debug_names_the_first_module_that_differs():
-    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), Noisy()), nn.Linear(6, 6))
+def test_debug_names_the_first_module_that_differs():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Tanh(), Drifting()), nn.Linear(6, 6))
     y = checkpoint(model.to(DEVICE), randn(4, 6), debug=True)
-    with pytest.raises(CheckpointError, match=r"the output of 1\.1 \(Noisy\) in the recompute"):
+    with pytest.raises(CheckpointError, match=r"the output of 1\.1 \(Drifting\) in the recompute"):
         y.sum().backward()
     y = checkpoint(lambda x: model[1][1].forward(x.sin().sin()), randn(4), debug=True)
     with pytest.raises(CheckpointError, match="the output of the segment"):
         y.sum().backward()
-    noisy, model = Noisy(), linears(6, 6, 6)
+    noisy, model = Drifting(), linears(6, 6, 6)
     model[0].register_forward_hook(lambda layer, args, y: noisy.forward(y))
     y = checkpoint(model, randn(4, 6), debug=True)
     with pytest.raises(CheckpointError, match=r"the output of 0 \(Linear\)"):
         y.sum().backward()
 
 
-def test_c31_debug_accepts_nan_and_what_is_equal():
+def test_debug_accepts_nan_and_equal_values():
     model = nn.Sequential(
         nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(), nn.ReLU(inplace=True)
     ).to(DEVICE)

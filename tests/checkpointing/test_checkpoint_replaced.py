@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import CheckpointError
+from zoo import Checkpointed
 
 import fusedckpt
 from fusedckpt import checkpoint
@@ -31,16 +32,8 @@ OTHERS = {
     "frozen": lambda p: p.detach() * 2,
     "computed": lambda p: p * 2,
 }
+checkpointed = partial(Checkpointed, run=checkpoint)
 REPLACED = "replaced between forward and backward"
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner, **options):
-        super().__init__()
-        self.inner, self.options = inner, options
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, **self.options)
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +51,7 @@ def model(request):
 @pytest.mark.parametrize("kind", OTHERS)
 def test_functional_call(model, kind, needs_dx):
     """Its values are gone when the recompute runs."""
-    model = Checkpointed(model)
+    model = checkpointed(model)
     others = {name: OTHERS[kind](p) for name, p in model.named_parameters()}
     x = randn(4, 6, requires_grad=needs_dx or kind == "frozen")
     # what is frozen saves fewer tensors
@@ -69,7 +62,7 @@ def test_functional_call(model, kind, needs_dx):
 @pytest.mark.parametrize("needs_dx", [False, True])
 @pytest.mark.parametrize("wraps", [1, 2])
 def test_a_replaced_parameter(model, wraps, needs_dx):
-    whole = Checkpointed(model) if wraps == 1 else Checkpointed(Checkpointed(model))
+    whole = checkpointed(model) if wraps == 1 else checkpointed(checkpointed(model))
     y = whole(randn(4, 6, requires_grad=needs_dx))
     layer = next(
         layer
@@ -121,7 +114,7 @@ def test_a_parameter_behind_all_that_is_recomputed():
     "options", [{"debug": True}, {"early_stop": False}, {"determinism_check": "none"}]
 )
 def test_options(options):
-    model = Checkpointed(linears(6, 6, 6), **options)
+    model = checkpointed(linears(6, 6, 6), **options)
     others = {name: OTHERS["leaves"](p) for name, p in model.named_parameters()}
     y = functional_call(model, others, (randn(4, 6),)).sum()
     if "determinism_check" in options:

@@ -36,7 +36,7 @@ def test_checkpoints_every_segment(segments, lengths):
     assert saved.nbytes == len(lengths) * x.nbytes
 
 
-class Wide(nn.Module):
+class FourSines(nn.Module):
     """It keeps four tensors, none of which is its input."""
 
     def forward(self, x):
@@ -44,7 +44,7 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize("exponent", [1, 2, 3, 6, 8])
-@pytest.mark.parametrize(("function", "width"), [(torch.sin, 0), (Wide(), 3)])
+@pytest.mark.parametrize(("function", "width"), [(torch.sin, 0), (FourSines(), 3)])
 def test_recursive_peaks_at_a_logarithm(exponent, function, width):
     """256 layers: 11 tensors, where sqrt takes 33; and 14, where sqrt takes 65."""
     count, x, calls = 2**exponent, randn(1 << 12), []
@@ -132,7 +132,7 @@ def test_hands_on_anything():
         assert_same(step(partial(run, segments=segments), x), expected)
 
 
-class Writing(nn.Module):
+class WritesInput(nn.Module):
     """It writes its input, and then saves more."""
 
     def __init__(self, number=6):
@@ -155,7 +155,7 @@ def written():
         "functions": [linear(), twice, torch.sin, torch.Tensor.relu_, linear(), twice],
         "views": [linear(), nn.Unflatten(1, (2, 3)), nn.Flatten(), nn.ReLU(inplace=True), linear()],
         "dropout": [linear(), nn.Dropout(inplace=True), nn.BatchNorm1d(6), nn.ReLU(inplace=True)],
-        "blocks": [Writing(), Writing(), Writing()],
+        "blocks": [WritesInput(), WritesInput(), WritesInput()],
         "fused": [fusedckpt.MLP(6, 6), twice, fusedckpt.MLP(6, 6), twice, fusedckpt.MLP(6, 6)],
     }
 

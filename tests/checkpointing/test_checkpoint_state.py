@@ -20,7 +20,7 @@ from fusedckpt.checkpointing.written_buffers import _named, written_buffers
 GLOBAL = nn.BatchNorm1d(6).to(DEVICE)
 
 
-class Net(nn.Module):
+class BufferNet(nn.Module):
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(6, 6), nn.Linear(6, 6)
@@ -49,7 +49,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_c8_changed_tensor_raises(way):
+def test_a_changed_tensor_raises(way):
     x, t = randn(4, 6), randn(4, 6, requires_grad=False)
     y = WAYS[way](x, t)
     t.add_(1)
@@ -59,9 +59,9 @@ def test_c8_changed_tensor_raises(way):
 
 @pytest.mark.parametrize("name", ["fc1.weight", "fc2.weight", "fc1.bias", "fc2.bias", "scale"])
 @pytest.mark.parametrize("make", [lambda net: net, lambda net: lambda x: net(x), checkpoint_module])
-def test_c8_changed_parameter_raises(make, name):
+def test_a_changed_parameter_raises(make, name):
     """Those that autograd saved, as without a checkpoint; other state is left to the function."""
-    net, x = Net(), randn(4, 6)
+    net, x = BufferNet(), randn(4, 6)
     y = checkpoint(make(net), x)
     with torch.no_grad():
         net.state_dict(keep_vars=True)[name].mul_(2)
@@ -74,15 +74,15 @@ def test_c8_changed_parameter_raises(make, name):
 
 @pytest.mark.parametrize("debug", [True, "samples"])
 @pytest.mark.parametrize("name", ["fc1.bias", "fc2.bias", "scale"])
-def test_c8_debug_finds_changed_state_that_autograd_does_not_save(name, debug):
-    net, x = Net(), randn(4, 6)
+def test_debug_finds_changed_state_that_autograd_does_not_save(name, debug):
+    net, x = BufferNet(), randn(4, 6)
     y = checkpoint(net, x, debug=debug)
     net.state_dict()[name].add_(1)
     with pytest.raises(CheckpointError, match=r"do the same each time|state that has changed"):
         y.sum().backward()
 
 
-def test_c8_a_parameter_that_the_function_itself_writes():
+def test_a_function_may_write_its_own_parameter():
     w, x = nn.Parameter(randn(4)), randn(4)
 
     def fn(x):
@@ -102,7 +102,7 @@ def writes_what_was_saved(x):
 
 @pytest.mark.parametrize("fn", [writes_what_was_saved, lambda x: x.mul_(2).sin()])
 @pytest.mark.parametrize("make_saved", dict.fromkeys([private.make_saved, SavedTensor]))
-def test_c9_segment_that_writes_its_input_or_what_was_saved(monkeypatch, make_saved, fn):
+def test_a_segment_that_writes_its_input_or_a_saved_tensor_raises(monkeypatch, make_saved, fn):
     monkeypatch.setattr(private, "make_saved", make_saved)
     y = checkpoint(fn, randn(4) * 1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -185,7 +185,7 @@ WRAPS = {
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", STATEFUL)
-def test_c18_c32_state_is_written_once(name, wrap):
+def test_state_is_written_once(name, wrap):
     """Through modes and micro-batches, the state and gradients are those of the plain module."""
     inputs = [torch.randn(8, 6) for _ in range(3)]
 
@@ -207,7 +207,7 @@ def test_c18_c32_state_is_written_once(name, wrap):
     assert_same(grads, plain_grads)
 
 
-class Counting(nn.Module):
+class CountingBuffer(nn.Module):
     """Reads a buffer that it writes; another is large, and never written."""
 
     def __init__(self, count=4):
@@ -221,12 +221,12 @@ class Counting(nn.Module):
         return (x * self.scale.clone() + self.table[0]).sin()
 
 
-class Twice(nn.Module):
+class TwoClosures(nn.Module):
     """Calls its modules in functions that close over itself."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = Counting(), Counting()
+        self.first, self.second = CountingBuffer(), CountingBuffer()
 
     def forward(self, x, wrap):
         y = wrap(lambda x: self.first(x), x)
@@ -254,10 +254,10 @@ CALLS_OF_COUNTING = {
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("way", CALLS_OF_COUNTING)
-def test_c32_a_recompute_begins_with_the_buffers_of_its_forward(way, steps):
+def test_a_recompute_begins_with_the_buffers_of_its_forward(way, steps):
     x, found = randn(2, 4), []
     for wrap in (checkpoint, lambda fn, *args: fn(*args)):
-        module = Counting()
+        module = CountingBuffer()
         found.append([gradient(CALLS_OF_COUNTING[way](module, wrap), x, steps), module.scale])
     assert_same(*found)
 
@@ -294,7 +294,7 @@ STATES = {
 }
 
 
-class Scaled(nn.Module):
+class ScaledByState(nn.Module):
     def __init__(self, state, write):
         super().__init__()
         STATES[state](self, torch.ones(4, device=DEVICE))
@@ -308,26 +308,26 @@ class Scaled(nn.Module):
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("write", [scaled, by_data, by_other_data, by_numpy, by_replacing])
 @pytest.mark.parametrize("state", STATES)
-def test_c32_state_of_other_kinds_that_is_written_in_other_ways(state, write):
+def test_state_of_other_kinds_that_is_written_in_other_ways_is_restored(state, write):
     """As spectral norms of older code have it: in parameters without gradients, or attributes."""
     x, found = randn(2, 4), []
     for wrap in (checkpoint, lambda fn, *args: fn(*args)):
-        module = Scaled(state, write)
+        module = ScaledByState(state, write)
         found.append([gradient(partial(wrap, module), x, 3), module.scale.detach()])
     assert_same(*found)
 
 
 @pytest.mark.filterwarnings("error")
-def test_c32_functions_of_one_module_write_buffers_of_their_own():
+def test_functions_of_one_module_write_buffers_of_their_own():
     x, found = randn(2, 4), []
     for wrap in (checkpoint, lambda fn, *args: fn(*args)):
-        model = Twice()
+        model = TwoClosures()
         found.append([gradient(partial(model, wrap=wrap), x, 2), *model.buffers()])
     assert_same(*found)
 
 
-def test_c32_only_what_a_forward_writes_is_copied():
-    module, norm, x = Counting(), nn.BatchNorm1d(4).to(DEVICE), randn(2, 4)
+def test_only_buffers_that_a_forward_writes_are_copied():
+    module, norm, x = CountingBuffer(), nn.BatchNorm1d(4).to(DEVICE), randn(2, 4)
     checkpoint(module, x)
     checkpoint(norm, x)
     written = written_buffers(module, ())
@@ -338,35 +338,36 @@ def test_c32_only_what_a_forward_writes_is_copied():
     assert written_buffers(module, ())._firsts
 
 
-REACHED = Counting()
+REACHED = CountingBuffer()
 
 
-def test_c32_a_buffer_that_no_call_could_note_warns_once():
+def test_a_buffer_that_no_call_could_note_warns_once():
     _named.clear()
     x = randn(2, 4)
-    with pytest.warns(UserWarning, match="Counting writes its buffer 'scale'.*Checkpoint that mod"):
+    words = "CountingBuffer writes its buffer 'scale'.*Checkpoint that mod"
+    with pytest.warns(UserWarning, match=words):
         checkpoint(lambda x: REACHED(x), x).sum().backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint(lambda x: REACHED(x), x).sum().backward()
 
 
-def test_c32_a_large_buffer_is_copied_after_its_first_recompute():
+def test_a_large_buffer_is_copied_after_its_first_recompute():
     _named.clear()
-    x, module, plain = randn(2, 20_000), Counting(20_000), Counting(20_000)
+    x, module, plain = randn(2, 20_000), CountingBuffer(20_000), CountingBuffer(20_000)
     with pytest.warns(UserWarning, match="writes its buffer 'scale'.*Later calls copy it"):
         gradient(partial(checkpoint, module), x)
     found, expected = gradient(partial(checkpoint, module), x), gradient(plain, x, 2)
     assert torch.equal(found, expected)
 
 
-def test_c18_batchnorm_reached_by_a_global():
+def test_a_batchnorm_that_is_a_global_updates_once():
     checkpoint(lambda x: GLOBAL(x).sin(), randn(8, 6)).sum().backward()
     assert GLOBAL.num_batches_tracked == 1
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_c18_batchnorm_in_what_runs_as_one(in_place):
+def test_a_batchnorm_in_compiled_code_updates_once(in_place):
     norm = nn.BatchNorm1d(6)
     module = nn.Sequential(nn.Linear(6, 6), norm, nn.Tanh()).to(DEVICE)
     module.compile(backend="eager") if in_place else None
@@ -375,7 +376,7 @@ def test_c18_batchnorm_in_what_runs_as_one(in_place):
     assert norm.num_batches_tracked == 1
 
 
-def test_c18_another_thread_loses_nothing():
+def test_a_write_of_another_thread_during_a_recompute_stays():
     """What another thread's forward writes while this one recomputes stays."""
     norm, x = nn.BatchNorm1d(6).to(DEVICE), randn(8, 6)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import DEVICE
 from torch import nn
+from zoo import Attention, Checkpointed
 
 import fusedckpt
 
@@ -14,30 +14,10 @@ needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="captures need a GP
 D = 32
 
 
-class Attention(nn.Module):
-    def __init__(self, p=0.0):
-        super().__init__()
-        self.qkv, self.out, self.drop = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Dropout(p)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        return self.out(self.drop(y))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return fusedckpt.checkpoint(self.module, x)
-
-
 def made(way, p):
-    model = nn.Sequential(nn.LayerNorm(D), Attention(p)).to(DEVICE)
+    model = nn.Sequential(nn.LayerNorm(D), Attention(D, 4), nn.Dropout(p)).to(DEVICE)
     if way == "checkpoint":
-        return Checkpointed(model)
+        return Checkpointed(model, fusedckpt.checkpoint)
     report = fusedckpt.fuse(model, recompute_elementwise=way == "recipes")
     assert "1" in report.swapped
     return model

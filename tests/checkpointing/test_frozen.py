@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fusedckpt import MLP, checkpoint, checkpoint_module, checkpoint_sequential, region
 
 
-class Block(nn.Module):
+class AttentionThenMLP(nn.Module):
     def __init__(self):
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 def block(is_frozen=True):
     torch.manual_seed(0)
-    return Block().to(DEVICE).requires_grad_(not is_frozen)
+    return AttentionThenMLP().to(DEVICE).requires_grad_(not is_frozen)
 
 
 asking = partial(checkpoint, save_regions=["attention", "mlp"])

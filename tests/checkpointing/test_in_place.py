@@ -18,7 +18,7 @@ from fusedckpt import checkpoint_module
 from fusedckpt.memory import saved_tensors
 
 
-class Block(nn.Module):
+class BatchNormBlock(nn.Module):
     kind = "block"
 
     def __init__(self):
@@ -45,7 +45,7 @@ class Locked(nn.Linear):
         self.lock = threading.Lock()
 
 
-class Blocks(nn.ModuleList):
+class BlockList(nn.ModuleList):
     def forward(self, x):
         for block in self[:-1]:
             x = block(x)
@@ -59,8 +59,8 @@ def recompiled():
 
 
 KINDS = {
-    "block": lambda: checkpoint_module(Block(), preserve_rng_state=False),
-    "container": lambda: checkpoint_module(Blocks([nn.Linear(6, 6), nn.Linear(6, 6)])),
+    "block": lambda: checkpoint_module(BatchNormBlock(), preserve_rng_state=False),
+    "container": lambda: checkpoint_module(BlockList([nn.Linear(6, 6), nn.Linear(6, 6)])),
     "locked": lambda: checkpoint_module(Locked(6, 6)),
     "weight_norm": lambda: checkpoint_module(
         nn.utils.parametrizations.weight_norm(nn.Linear(6, 6))
@@ -127,11 +127,11 @@ def names(model):
 
 
 def test_is_the_module():
-    block = Block()
+    block = BatchNormBlock()
     before, found = {**vars(block)}, names(block)
     assert checkpoint_module(block) is block
     assert {**vars(block)}.keys() == {*before, "forward"}
-    assert type(block) is Block
+    assert type(block) is BatchNormBlock
     assert names(block) == found
     assert list(dict(block.named_modules())) == ["", "fc1", "norm", "fc2"]
     del block.forward
@@ -139,7 +139,7 @@ def test_is_the_module():
 
 
 def test_a_second_call_replaces_the_options():
-    block, calls = Block().to(DEVICE), []
+    block, calls = BatchNormBlock().to(DEVICE), []
     block.fc1.register_forward_hook(lambda *_: calls.append(1))
     checkpoint_module(checkpoint_module(block, early_stop=False), debug=True)
     assert block.forward.options == {"debug": True}
@@ -151,7 +151,7 @@ def test_a_second_call_replaces_the_options():
 
 
 def test_a_forward_that_was_set_on_the_module():
-    block, x = Block().to(DEVICE), randn(4, 6)
+    block, x = BatchNormBlock().to(DEVICE), randn(4, 6)
     block.forward = lambda x: x.sin().cos()
     checkpoint_module(checkpoint_module(block))
     assert_same(step(block, x), step(lambda x: x.sin().cos(), x))
@@ -180,7 +180,7 @@ def test_of_a_lazy_module():
 
 
 def test_its_hooks_run_once():
-    calls, block = [], checkpoint_module(Block().to(DEVICE))
+    calls, block = [], checkpoint_module(BatchNormBlock().to(DEVICE))
     block.register_forward_pre_hook(lambda *_: calls.append("pre"))
     block.register_forward_hook(lambda *_: calls.append("post"))
     block.fc1.register_forward_hook(lambda *_: calls.append("child"))
@@ -189,17 +189,19 @@ def test_its_hooks_run_once():
 
 
 def test_arguments_that_are_named_as_options():
-    class Named(nn.Module):
+    class NamedArguments(nn.Module):
         def forward(self, x, fn, debug, preserve_rng_state):
             return (fn(x) * debug).sin() if preserve_rng_state is None else x
 
     scale = randn(3, requires_grad=False)
-    call = partial(checkpoint_module(Named()), fn=torch.cos, debug=scale, preserve_rng_state=None)
+    call = partial(
+        checkpoint_module(NamedArguments()), fn=torch.cos, debug=scale, preserve_rng_state=None
+    )
     assert_as_plain(lambda x: (x.cos() * scale).sin(), randn(3), wrap=lambda _, x: call(x))
 
 
 def compiled_in_place():
-    block = Block().eval()
+    block = BatchNormBlock().eval()
     block.compile(backend="aot_eager")
     return checkpoint_module(block)
 
@@ -208,7 +210,7 @@ def compiled_in_place():
     "compiled",
     [
         lambda: torch.compile(
-            checkpoint_module(Block().eval()), backend="aot_eager", fullgraph=True
+            checkpoint_module(BatchNormBlock().eval()), backend="aot_eager", fullgraph=True
         ),
         compiled_in_place,
     ],
@@ -216,7 +218,7 @@ def compiled_in_place():
 def test_compiles(compiled):
     torch._dynamo.reset()
     block, x = compiled().to(DEVICE), randn(4, 6)
-    eager = Block().eval().to(DEVICE)
+    eager = BatchNormBlock().eval().to(DEVICE)
     eager.load_state_dict({n.removeprefix("_orig_mod."): t for n, t in block.state_dict().items()})
     torch.testing.assert_close(step(block, x), step(eager, x))
 
@@ -225,9 +227,11 @@ def test_compiles(compiled):
 def test_torch_applies_it():
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 
-    model = nn.Sequential(Block(), nn.ReLU())
-    torchs.apply_activation_checkpointing(model, checkpoint_module, lambda m: isinstance(m, Block))
-    assert [type(module) for module in model] == [Block, nn.ReLU]
+    model = nn.Sequential(BatchNormBlock(), nn.ReLU())
+    torchs.apply_activation_checkpointing(
+        model, checkpoint_module, lambda m: isinstance(m, BatchNormBlock)
+    )
+    assert [type(module) for module in model] == [BatchNormBlock, nn.ReLU]
     assert ["forward" in vars(module) for module in model] == [True, False]
 
 
@@ -258,13 +262,13 @@ def test_data_parallel(tmp_path):
 def test_a_shallow_copy_runs_its_own_forward(copied):
     """Such as a replica of DataParallel, whose parameters are on another device."""
 
-    class Scaled(nn.Module):
+    class ScaledByClass(nn.Module):
         scale = 2.0
 
         def forward(self, x):
             return (x * self.scale).sin()
 
-    module, x = checkpoint_module(Scaled()), torch.randn(3, requires_grad=True)
+    module, x = checkpoint_module(ScaledByClass()), torch.randn(3, requires_grad=True)
     replica = copied(module)
     replica.scale = 3.0
     for called, scale in ((replica, 3.0), (module, 2.0)):

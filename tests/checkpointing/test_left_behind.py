@@ -10,7 +10,7 @@ from torch import nn
 from fusedckpt import checkpoint
 
 
-class Router(nn.Module):
+class LeavesLoss(nn.Module):
     """Leaves its loss in an attribute."""
 
     def __init__(self):
@@ -25,7 +25,7 @@ class Router(nn.Module):
 
 
 def test_a_recompute_frees_what_it_saved():
-    model, plain, x = Router().to(DEVICE), Router().to(DEVICE), randn(64, 8)
+    model, plain, x = LeavesLoss().to(DEVICE), LeavesLoss().to(DEVICE), randn(64, 8)
     plain.load_state_dict(model.state_dict())
     (checkpoint(model, x).sum() + model.loss).backward()
     (plain(x).sum() + plain.loss).backward()
@@ -33,7 +33,8 @@ def test_a_recompute_frees_what_it_saved():
     first, second = model.saved
     assert first() is None
     assert second() is None
-    told = r"graph is freed. The recompute of Router \(it saved .* \[64, 8\]\).*tensor\.detach\(\)"
+    saved = r"The recompute of LeavesLoss \(it saved .* \[64, 8\]\)"
+    told = rf"graph is freed. {saved}.*tensor\.detach\(\)"
     with pytest.raises(RuntimeError, match=told):
         model.loss.backward()
 

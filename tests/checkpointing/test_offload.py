@@ -7,8 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from checkpoints import assert_same, grads, no_gc, run
+from checkpoints import DroppingBlock, assert_same, grads, no_gc, run
 from fake_streams import RaceError, fake_device
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -25,25 +24,10 @@ X = T * D * 4
 offloading = partial(checkpoint, offload=True)
 
 
-class Block(nn.Module):
-    def __init__(self, attends=False):
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(D), nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
-        self.drop, self.attends = nn.Dropout(0.1), attends
-
-    def forward(self, x, mask=None, scale=1.0):
-        h = self.norm(x)
-        if self.attends:
-            heads = h.view(1, T, 4, D // 4).transpose(1, 2)
-            h = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(T, D)
-        y = self.drop(self.down(F.gelu(self.up(h)))) * scale
-        return x + y if mask is None else x + y * mask
-
-
 @pytest.fixture
 def blocks():
     torch.manual_seed(1)
-    return nn.Sequential(*[Block() for _ in range(N)])
+    return nn.Sequential(*[DroppingBlock(D, 4 * D) for _ in range(N)])
 
 
 @pytest.fixture
@@ -179,7 +163,7 @@ def test_several_forwards(device, blocks, order):
 
 
 def test_two_chains_in_turns(device, blocks, x):
-    others = nn.Sequential(*[Block() for _ in range(N)])
+    others = nn.Sequential(*[DroppingBlock(D, 4 * D) for _ in range(N)])
 
     def step(call):
         torch.manual_seed(0)
@@ -327,7 +311,7 @@ def test_one_storage_twice_in_a_segment(device, x):
 
 def test_saved_regions_leave_too(device, x):
     torch.manual_seed(1)
-    blocks = nn.Sequential(*[Block(attends=True) for _ in range(N)])
+    blocks = nn.Sequential(*[DroppingBlock(D, 4 * D, attends=True) for _ in range(N)])
     options = {"save_regions": ("attention",)}
     expected = both(blocks, x, checkpoint, **options)
     assert_same(both(blocks, x, offloading, **options), expected)
@@ -400,7 +384,7 @@ def test_does_nothing_on_a_cpu(monkeypatch, blocks, x):
 
 
 def test_the_report_says_what_became_of_inputs(monkeypatch, blocks, x):
-    class Model(nn.Module):
+    class OffloadedModel(nn.Module):
         def __init__(self):
             super().__init__()
             self.blocks = blocks
@@ -408,10 +392,10 @@ def test_the_report_says_what_became_of_inputs(monkeypatch, blocks, x):
         def forward(self, x):
             return run(self.blocks, x, offloading)
 
-    told = str(fusedckpt.report(Model(), x))
+    told = str(fusedckpt.report(OffloadedModel(), x))
     assert f"0 B  {N} inputs stay: tensors of a CPU are in host memory already" in told
     with fake_device(monkeypatch):
-        report = fusedckpt.report(Model(), x)
+        report = fusedckpt.report(OffloadedModel(), x)
     assert report.offloaded_bytes == (N - 1) * X
     assert re.search(r"\n  offloaded +40.0 KiB\n", str(report))
     assert "offloaded" not in str(fusedckpt.report(blocks, x))
@@ -483,11 +467,11 @@ MUTATIONS = {
 }
 
 
-class Noting(Block):
+class NotingBlock(DroppingBlock):
     """Tells the fake device of reads and writes of the stream that computes."""
 
     def __init__(self, device):
-        super().__init__()
+        super().__init__(D, 4 * D)
         self.device = [device]
 
     def forward(self, x):
@@ -497,7 +481,7 @@ class Noting(Block):
 
 def noted_steps(device, x):
     """Run steps that end in all ways: whole, twice, out of order, early, and never."""
-    blocks = nn.Sequential(*[Noting(device) for _ in range(N)])
+    blocks = nn.Sequential(*[NotingBlock(device) for _ in range(N)])
 
     def forward():
         h = device.made(x * 1)

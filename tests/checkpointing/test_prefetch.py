@@ -17,7 +17,7 @@ from fusedckpt.memory import peak_bytes
 D, F, ROWS = 8, 16, 6
 
 
-class Block(nn.Module):
+class LoggedBlock(nn.Module):
     """Draws, normalizes by statistics, and notes its calls."""
 
     def __init__(self, name, log):
@@ -35,13 +35,13 @@ class Block(nn.Module):
         return self.down(h).sin()
 
 
-class Stage(nn.Module):
+class LoggedStage(nn.Module):
     """Three checkpointed blocks, and something behind them."""
 
     def __init__(self):
         super().__init__()
         self.log = []
-        self.blocks = nn.ModuleList(Block(name, self.log) for name in "abc")
+        self.blocks = nn.ModuleList(LoggedBlock(name, self.log) for name in "abc")
 
     def forward(self, x):
         for block in self.blocks:
@@ -55,7 +55,7 @@ class Stage(nn.Module):
 
 def made():
     torch.manual_seed(0)
-    return Stage(), randn(ROWS, D)
+    return LoggedStage(), randn(ROWS, D)
 
 
 def results(ahead=0, around=torch.enable_grad, retain=False, forward=torch.enable_grad):
@@ -231,7 +231,7 @@ def test_what_is_written_in_place_raises_as_in_any_backward(kind):
 def test_the_first_that_is_needed_is_found():
     """Not what a residual leads to beside it; of two branches the one made last."""
     log, x = [], randn(ROWS, D)
-    a, b, c = (Block(name, log) for name in "abc")
+    a, b, c = (LoggedBlock(name, log) for name in "abc")
     y = x + checkpoint(a, x)
     y = y + checkpoint(b, y)
     assert prefetch_recompute(y) == 1
@@ -247,7 +247,7 @@ def test_the_first_that_is_needed_is_found():
 @pytest.mark.parametrize("last", [lambda y: y, torch.exp], ids=["its argument", "two outputs"])
 def test_a_segment_of_several_outputs_counts_once(last):
     log, x = [], randn(ROWS, D)
-    a, b = (Block(name, log) for name in "ab")
+    a, b = (LoggedBlock(name, log) for name in "ab")
     y = checkpoint(lambda y: (b(y), last(y)), checkpoint(a, x))
     assert prefetch_recompute(y, 2) == 2
     assert log == [*"abba"]

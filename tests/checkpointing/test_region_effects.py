@@ -16,7 +16,7 @@ from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential, regi
 save = {"save_regions": "scores"}
 
 
-class Attending(nn.Module):
+class LeavesScores(nn.Module):
     """Leaves its scores in an attribute, and reads them behind the region."""
 
     def __init__(self, has_effects=True):
@@ -37,7 +37,7 @@ class Attending(nn.Module):
 
 def attending(has_effects=True):
     torch.manual_seed(0)
-    return Attending(has_effects).to(DEVICE), randn(3, 6), randn(3, 6)
+    return LeavesScores(has_effects).to(DEVICE), randn(3, 6), randn(3, 6)
 
 
 def gradients(module, x, other, **options):

@@ -20,7 +20,7 @@ SDPA = F.scaled_dot_product_attention
 checkpoint = partial(fusedckpt.checkpoint, save_regions=("attention",))
 
 
-class Block(nn.Module):
+class AroundAttention(nn.Module):
     """Attention between linears; `before` and `behind` come into its path."""
 
     def __init__(self, before=nn.Identity(), behind=nn.Identity(), width=8):  # noqa: B008
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 def made(*parts):
     torch.manual_seed(0)
-    return Block(*parts).to(DEVICE), randn(6, 8)
+    return AroundAttention(*parts).to(DEVICE), randn(6, 8)
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["before", "behind"])

@@ -27,7 +27,7 @@ SDPA = F.scaled_dot_product_attention
 on_cpu = pytest.mark.skipif(DEVICE.type != "cpu", reason="which kernels save what is a CPU's")
 
 
-class Block(nn.Module):
+class CountedAttention(nn.Module):
     """Attention as models write it; counts its calls."""
 
     def __init__(self, attend=None, **options):
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 def block(**options):
     torch.manual_seed(0)
-    made = Block(**options).to(DEVICE)
+    made = CountedAttention(**options).to(DEVICE)
     made.attend = region(made.counted, "attention")
     return made
 
@@ -99,7 +99,7 @@ def test_attention_of_models(options, backend):
     if options == {"attn_mask": 1}:
         options = {"attn_mask": randn(1, 1, L, L, requires_grad=False)}
     backend = SDPBackend.MATH if options.get("dropout_p") else backend
-    m, x = Block(**options).to(DEVICE), randn(B, L, D)
+    m, x = CountedAttention(**options).to(DEVICE), randn(B, L, D)
     with sdpa_kernel(backend):
         assert_as_plain(m, x, parameters=m.parameters(), **ask)
         with saved_tensors(exclude=[x]) as saved:
@@ -230,7 +230,7 @@ def test_offloaded():
 
 
 def test_other_threads_call_attention_as_ever():
-    m, x, found = Block().to(DEVICE), randn(B, L, D), []
+    m, x, found = CountedAttention().to(DEVICE), randn(B, L, D), []
     expected = m(x)
 
     def attend(*args):
@@ -239,7 +239,7 @@ def test_other_threads_call_attention_as_ever():
         thread.join()
         return F.scaled_dot_product_attention(*args)
 
-    other = Block(attend).to(DEVICE)
+    other = CountedAttention(attend).to(DEVICE)
     checkpoint(other, x, **ask).sum().backward()
     # in the forward, and in the recompute
     assert len(found) == 2
@@ -249,7 +249,7 @@ def test_other_threads_call_attention_as_ever():
 
 def test_transformers_functions():
     interface = pytest.importorskip("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-    runs, m, x = [], Block().to(DEVICE), randn(B, L, D)
+    runs, m, x = [], CountedAttention().to(DEVICE), randn(B, L, D)
 
     def own(*args):
         runs.append(0)
@@ -267,7 +267,7 @@ def test_transformers_functions():
 
 
 def test_compiled():
-    m, x = Block().to(DEVICE), randn(B, L, D)
+    m, x = CountedAttention().to(DEVICE), randn(B, L, D)
     expected = torch.autograd.grad(m(x).sum(), [x])
 
     def run(x):

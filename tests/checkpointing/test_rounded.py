@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import assert_same, grads, no_gc, run, stock
+from checkpoints import DroppingBlock, assert_same, grads, no_gc, run, stock
 from fake_streams import fake_device
 from support import DEVICE
 from torch import nn
@@ -22,24 +22,10 @@ T, D, N = 64, 48, 4
 rounding = partial(checkpoint, store="int8")
 
 
-class Block(nn.Module):
-    def __init__(self, attends=False):
-        super().__init__()
-        self.norm, self.up, self.down = nn.RMSNorm(D), nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-        self.drop, self.attends = nn.Dropout(0.1), attends
-
-    def forward(self, x, scale=1.0):
-        h = self.norm(x)
-        if self.attends:
-            heads = h.view(1, T, 4, D // 4).transpose(1, 2)
-            h = F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(T, D)
-        return x + self.drop(self.down(F.gelu(self.up(h)))) * scale
-
-
 @pytest.fixture
 def blocks():
     torch.manual_seed(1)
-    return nn.Sequential(*[Block() for _ in range(N)]).to(DEVICE)
+    return nn.Sequential(*[DroppingBlock(D, 2 * D) for _ in range(N)]).to(DEVICE)
 
 
 @pytest.fixture
@@ -278,7 +264,8 @@ def test_autocast(blocks, x):
 
 def test_saved_regions_stay_exact():
     torch.manual_seed(1)
-    block, x = Block(attends=True).to(DEVICE), torch.randn(T, D, device=DEVICE, requires_grad=True)
+    block = DroppingBlock(D, 2 * D, attends=True).to(DEVICE)
+    x = torch.randn(T, D, device=DEVICE, requires_grad=True)
     with saved_tensors() as exact:
         rounding(block, x, save_regions="attention")
     h = x * 1
@@ -387,7 +374,7 @@ def test_a_tensor_written_between_segments_is_packed_anew(x):
         first.sum().backward()
 
 
-class Mixture(nn.Module):
+class RowRouter(nn.Module):
     """Each token goes through 32 of 64 rows of weights, which a router orders."""
 
     def __init__(self):
@@ -405,13 +392,13 @@ class Mixture(nn.Module):
 
 def test_a_router_that_chooses_otherwise_raises(x):
     torch.manual_seed(4)
-    mixture = Mixture().to(DEVICE)
+    mixture = RowRouter().to(DEVICE)
 
     def step(call, **options):
         y = call(mixture, x * 1, **options)
         return torch.autograd.grad(y.square().sum(), [x, *mixture.parameters()])
 
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"Mixture.*other indices"):
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"RowRouter.*other indices"):
         step(rounding)
     # unless it is not asked for, or the router is a region
     step(rounding, determinism_check="none")

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support import DEVICE, randn
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
+from zoo import Attention, Lambda
 
 from fusedckpt import checkpoint, checkpoint_module, checkpoint_sequential, fuse, prefetch_recompute
 from fusedckpt.autograd import private
@@ -26,16 +27,6 @@ from fusedckpt.checkpointing.segment import segment_of
 D = 96
 # torch makes a class of this module
 MEMORY: Any = torch.utils.deterministic
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x):
-        q, k, v = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def grads(y, x, model):
@@ -126,22 +117,13 @@ def test_no_number_is_compared_beyond_rounding():
         y.backward()
 
 
-class Called(nn.Module):
-    def __init__(self, fn):
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x):
-        return self.fn(x)
-
-
 @pytest.mark.parametrize("run", ["twice", "prefetched", "sequential", "wrapper", "nested"])
 def test_every_recompute_compares(run):
     model, scale = nn.Linear(D, D).to(DEVICE), [1.0]
     fn, x = changing(model, scale), randn(8, D)
     y = {
         "sequential": lambda: checkpoint_sequential([fn, fn], 2, x, debug="samples"),
-        "wrapper": lambda: checkpoint_module(Called(fn), debug="samples")(x),
+        "wrapper": lambda: checkpoint_module(Lambda(fn), debug="samples")(x),
         "nested": lambda: checkpoint(partial(checkpoint, debug="samples"), fn, x),
     }.get(run, lambda: checkpoint(fn, x, debug="samples"))()
     if run == "twice":
@@ -330,7 +312,7 @@ def test_flags_are_read_where_the_device_has_passed_them(monkeypatch):
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU raises at once")
 def test_fused_modules_wait_for_nothing():
-    model = nn.Sequential(nn.LayerNorm(D), Attention()).to(DEVICE)
+    model = nn.Sequential(nn.LayerNorm(D), Attention(D, 4)).to(DEVICE)
     fuse(model)
     x = randn(2, 8, D)
     model(x).sum().backward()

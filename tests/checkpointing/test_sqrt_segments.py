@@ -69,7 +69,7 @@ def test_what_each_function_saves():
     )
 
 
-class Counting(nn.Module):
+class FillsTable(nn.Module):
     """It counts calls, and fills a buffer at the first, which a flag remembers."""
 
     def __init__(self):
@@ -107,7 +107,7 @@ def test_sqrt_measures_anew_in_another_mode():
 
 
 def test_sqrt_leaves_no_trace_of_measuring():
-    module, norm = Counting().to(DEVICE), nn.BatchNorm1d(6).to(DEVICE)
+    module, norm = FillsTable().to(DEVICE), nn.BatchNorm1d(6).to(DEVICE)
     functions = [module, nn.Dropout(), lambda x: norm(x), torch.tanh, nn.Dropout()]
     x = randn(4, 6)
     states = random.getstate(), np.random.get_state()[1].tolist()
@@ -117,7 +117,7 @@ def test_sqrt_leaves_no_trace_of_measuring():
     assert module.cached
     assert norm.num_batches_tracked == 1
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
-    plain, other = Counting().to(DEVICE), nn.BatchNorm1d(6).to(DEVICE)
+    plain, other = FillsTable().to(DEVICE), nn.BatchNorm1d(6).to(DEVICE)
     torch.manual_seed(1)
     expected = nn.Sequential(plain, nn.Dropout(), other, nn.Tanh(), nn.Dropout())(x)
     assert_same([y, module.table, *norm.buffers()], [expected, plain.table, *other.buffers()])
