@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from support import assert_near
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import fusedckpt
 from fusedckpt import plan
@@ -111,7 +115,21 @@ class Pairs(nn.Module):
         return pair[0] + pair[1]
 
 
-class Packed(nn.Module):
+class Noted(nn.Module):
+    """Units that write tensors into a dict, which all get, and a sum of these."""
+
+    def __init__(self, units: Iterable[nn.Module]):
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes: dict[Any, Tensor] = {}
+        for unit in self.units:
+            x = unit(x, notes)
+        return x + sum(notes.values())
+
+
+class PackedBlock(nn.Module):
     """A residual block whose gate and up are one weight."""
 
     def __init__(self, dim: int, hidden: int):
@@ -146,6 +164,36 @@ def assert_equal(ours, theirs):
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
         assert torch.equal(a, b)
+
+
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def assert_as_planned(
+    model: nn.Module,
+    x: Tensor,
+    policy: str,
+    loss: Callable[[Any], Tensor] = mean_square,
+    most: float = 1.03,
+) -> fusedckpt.Plan:
+    """Assert that a plan predicts its peak, and leaves results and gradients as they are."""
+
+    def one_step() -> list[Tensor]:
+        model.zero_grad()
+        output = model(x)
+        loss(output).backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [*(y.detach() for y in tree_leaves(output) if isinstance(y, Tensor)), *grads]
+
+    found = planned(model, x, policy=policy, loss=loss)
+    assert_predicted(found, most)
+    expected = one_step()
+    found.apply(model)
+    assert_equal(one_step(), expected)
+    found.undo()
+    model.zero_grad()
+    return found
 
 
 def assert_predicted(found, most=1.03):

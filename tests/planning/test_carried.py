@@ -48,7 +48,7 @@ class InAttribute(OnCtx):
         return x + h.tanh()
 
 
-class Plain(OnCtx):
+class PlainProduct(OnCtx):
     def forward(self, x: Tensor) -> Tensor:
         return x + (x @ self.weight).tanh()
 
@@ -72,7 +72,7 @@ def loop(model: nn.Module, x: Tensor, keeps_loss: bool) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("keeps_loss", [False, True])
-@pytest.mark.parametrize("kind", [OnCtx, InAttribute, Plain])
+@pytest.mark.parametrize("kind", [OnCtx, InAttribute, PlainProduct])
 @pytest.mark.parametrize("policy", ["none", "all", "uniform:2", "budget"])
 def test_peak_of_a_loop(kind, policy, keeps_loss):
     model = nn.Sequential(*(kind() for _ in range(6))).to(DEVICE)

@@ -7,6 +7,7 @@ import torch
 from plan_models import tokens, transformer
 from support import DEVICE
 from torch import nn
+from zoo import MLPBlock
 
 import fusedckpt
 from fusedckpt import plan
@@ -17,7 +18,7 @@ def linears(count, dim=8):
     return [nn.Linear(dim, dim) for _ in range(count)]
 
 
-class Called(nn.Module):
+class CallsChildren(nn.Module):
     """Calls what is in its attributes, lists and dicts, in order."""
 
     def __init__(self, **parts):
@@ -55,19 +56,21 @@ def convolutions():
 
 CUTS = {
     "torchtitan": (
-        Called(
+        CallsChildren(
             embed=nn.Linear(8, 8),
-            layers=nn.ModuleDict({str(i): Called(a=nn.Linear(8, 8)) for i in range(3)}),
+            layers=nn.ModuleDict({str(i): CallsChildren(a=nn.Linear(8, 8)) for i in range(3)}),
             norm=nn.LayerNorm(8),
         ),
         body("layers", 3),
     ),
     "lists in a list": (
-        Called(stages=nn.ModuleList(nn.ModuleList(linears(2)) for _ in range(2))),
+        CallsChildren(stages=nn.ModuleList(nn.ModuleList(linears(2)) for _ in range(2))),
         [f"stages.{i}.{j}" for i in range(2) for j in range(2)],
     ),
     "Sequentials of modules in a Sequential": (
-        nn.Sequential(*(nn.Sequential(Called(a=block()), Called(a=block())) for _ in range(3))),
+        nn.Sequential(
+            *(nn.Sequential(CallsChildren(a=block()), CallsChildren(a=block())) for _ in range(3))
+        ),
         [f"{i}.{j}" for i in range(3) for j in range(2)],
     ),
     "blocks of layers": (nn.Sequential(*(block() for _ in range(3))), body("", 3)),
@@ -80,15 +83,17 @@ CUTS = {
         [*body("0", 4), *body("1", 3)],
     ),
     "a head and a body": (
-        Called(layers=nn.ModuleList(Called(a=nn.Linear(8, 8)) for _ in range(12)), head=block()),
+        CallsChildren(
+            layers=nn.ModuleList(CallsChildren(a=nn.Linear(8, 8)) for _ in range(12)), head=block()
+        ),
         [*body("layers", 12), *body("head", 2)],
     ),
     "a head and a body of attributes": (
-        Called(**convolutions(), head=nn.Sequential(*linears(2))),
+        CallsChildren(**convolutions(), head=nn.Sequential(*linears(2))),
         [*convolutions(), *body("head", 2)],
     ),
     "a list of one": (
-        Called(only=nn.ModuleList([Called(layers=nn.ModuleList(linears(3)))])),
+        CallsChildren(only=nn.ModuleList([CallsChildren(layers=nn.ModuleList(linears(3)))])),
         body("only.0.layers", 3),
     ),
 }
@@ -114,21 +119,11 @@ def test_the_page_and_the_error_say_where_the_least_peak_is():
         plan(model, x, budget=1000, progress=False)
 
 
-class Normed(nn.Module):
-    """A norm, and a layer that keeps the norm's input instead of its output."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.norm, self.mlp = fusedckpt.RMSNorm(dim), fusedckpt.MLP(dim, 2 * dim)
-
-    def forward(self, x):
-        return x + self.mlp(self.norm(x))
-
-
 @pytest.mark.parametrize("policy", ["none", "sqrt", "uniform:1"])
 def test_norms_that_segments_do_not_share_are_counted(policy):
     # a CPU's segment holds the state of a GPU's generator, too, 16 bytes
-    model = nn.Sequential(*(Normed(64) for _ in range(6))).to(DEVICE)
+    blocks = (MLPBlock(fusedckpt.RMSNorm(64), fusedckpt.MLP(64, 128)) for _ in range(6))
+    model = nn.Sequential(*blocks).to(DEVICE)
     found = plan(model, torch.randn(512, 64, device=DEVICE), policy=policy, progress=False)
     assert found.measured_bytes <= found.predicted_bytes <= 1.01 * found.measured_bytes
 
@@ -140,7 +135,7 @@ def test_the_same_call_gives_the_same_plan():
     assert first == second
 
 
-class Wide(nn.Module):
+class FlaggedSquare(nn.Module):
     """A linear that by a flag, which its repr does not show, squares its output."""
 
     def __init__(self, squares):
@@ -153,6 +148,6 @@ class Wide(nn.Module):
 
 
 def test_units_that_differ_by_a_flag_are_measured_apart():
-    model = nn.Sequential(*(Wide(i % 2 == 1) for i in range(6)))
+    model = nn.Sequential(*(FlaggedSquare(i % 2 == 1) for i in range(6)))
     found = plan(model, torch.randn(512, 64), policy="none", progress=False)
     assert found.measured_bytes <= found.predicted_bytes <= 1.02 * found.measured_bytes

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fake_streams import fake_device
 from random_chains import llama_like, random_chain
 from test_solver import every_plan
 from torch import nn
+from zoo import MLP, Residual
 
 import fusedckpt
 from fusedckpt.checkpointing.offload import KEPT
@@ -23,17 +23,8 @@ T, D, N = 1024, 16, 10
 X = T * D * 4
 
 
-class MLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x)))
-
-
 def make(count=N):
-    return nn.Sequential(*[MLP() for _ in range(count)])
+    return nn.Sequential(*[Residual(MLP(D, 2 * D)) for _ in range(count)])
 
 
 @pytest.fixture

@@ -124,7 +124,7 @@ class Skips(nn.Module):
     def __init__(self):
         super().__init__()
         self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.up = nn.ModuleList(Masked() for _ in range(3))
+        self.up = nn.ModuleList(MaskedLinear() for _ in range(3))
 
     def forward(self, x):
         found, mask = [], torch.rand_like(x) > 0.5
@@ -136,7 +136,7 @@ class Skips(nn.Module):
         return x
 
 
-class Masked(nn.Linear):
+class MaskedLinear(nn.Linear):
     def __init__(self):
         super().__init__(2 * WIDTH, WIDTH)
 

@@ -132,7 +132,7 @@ def test_an_optimizer_with_a_closure_is_refused():
             take(model, x, optimizer=optimizer, **options)
 
 
-class Sparse(nn.Module):
+class SparseTable(nn.Module):
     def __init__(self, sparse):
         super().__init__()
         self.table = nn.Embedding(500, WIDTH, sparse=sparse)
@@ -143,7 +143,7 @@ class Sparse(nn.Module):
 
 
 def test_sparse_adam_is_planned():
-    model, tokens = Sparse(True), torch.randint(500, (ROWS,))
+    model, tokens = SparseTable(True), torch.randint(500, (ROWS,))
     optimizers = [
         torch.optim.SparseAdam(model.table.parameters()),
         torch.optim.Adam(model.body.parameters()),
@@ -156,7 +156,7 @@ def test_sparse_adam_is_planned():
     message = "SparseAdam takes only sparse gradients"
     with pytest.raises(ValueError, match=message):
         planned(model, tokens, policy="all", loss=loss_of, optimizer=optimizers, accumulate=2)
-    dense = Sparse(False)
+    dense = SparseTable(False)
     optimizer = torch.optim.SparseAdam(dense.table.parameters())
     for take in (fusedckpt.report, planned):
         options = {} if take is fusedckpt.report else {"policy": "all"}

@@ -23,7 +23,7 @@ def _tiny(monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
 
 
-class Block(nn.Module):
+class ConvBlock(nn.Module):
     """Convolutions with batch norms and activations, which recipes make again."""
 
     def __init__(self):
@@ -37,10 +37,10 @@ class Block(nn.Module):
         return x + self.act(self.norm2(self.conv2(h)))
 
 
-class Net(nn.Module):
+class ConvBlocks(nn.Module):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(ConvBlock() for _ in range(BLOCKS))
         self.head = nn.Linear(C, 3)
 
     def forward(self, x):
@@ -63,7 +63,7 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_a_plan_chooses_units_without_recipes():
-    eager, x = Net().double(), torch.randn(4, C, 12, 12, dtype=torch.float64)
+    eager, x = ConvBlocks().double(), torch.randn(4, C, 12, 12, dtype=torch.float64)
     model = copy.deepcopy(eager)
     fusedckpt.fuse(model, recompute_elementwise=True)
     with_recipes, without = saved_by(model, x), saved_by(eager, x)
@@ -101,14 +101,14 @@ def test_a_plan_chooses_units_without_recipes():
 
 
 def test_a_model_without_recipes_offers_no_such_level():
-    model, x = Net(), torch.randn(2, C, 6, 6)
+    model, x = ConvBlocks(), torch.randn(2, C, 6, 6)
     plan = fusedckpt.plan(model, x, policy="none", progress=False, loss=lambda y: y.sum())
     assert NO_RECIPES not in {level.name for unit in plan.chain.units for level in unit.levels}
 
 
 def test_a_model_is_planned_before_and_after_it_saves_recipes():
     """Both print the same, but only one of them has units without recipes."""
-    model, x = Net(), torch.randn(2, C, 6, 6)
+    model, x = ConvBlocks(), torch.randn(2, C, 6, 6)
     names = {"units": ["blocks.0", "blocks.1"], "policy": "none", "progress": False}
     fusedckpt.plan(model, x, loss=lambda y: y.sum(), **names)
     before = repr(model)

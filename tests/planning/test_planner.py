@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from plan_models import (
-    Packed,
+    PackedBlock,
     Pairs,
     assert_equal,
     assert_predicted,
@@ -51,7 +51,7 @@ MODELS = {
     "flat": (lambda: convolutional(3, flat=True), images),
     "in place": (lambda: convolutional(3, flat=True, inplace=True), images),
     "pairs": (Pairs, rows),
-    "packed": (lambda: nn.Sequential(*(Packed(64, 96) for _ in range(3))), rows),
+    "packed": (lambda: nn.Sequential(*(PackedBlock(64, 96) for _ in range(3))), rows),
     "encoder and decoder": (
         lambda: TwoInputs(nn.Transformer(64, 4, 2, 2, 128, batch_first=True)),
         lambda: torch.randn(8, 32, 64),
@@ -174,14 +174,14 @@ def test_everything_is_as_before(fails_at):
     def loss(output):
         return output.square().mean()
 
-    class Fails(nn.Module):
+    class FailsLater(nn.Module):
         def forward(self, x):
             calls.append(1)
             if len(calls) == fails_at:
                 raise KeyError("in the middle")
             return x
 
-    model[2].append(Fails())
+    model[2].append(FailsLater())
     before = state_of(model, optimizer)
     if fails_at is None:
         planned(model, x, policy="sqrt", optimizer=optimizer, loss=loss)

@@ -149,11 +149,13 @@ def test_a_plan_is_refused_by_another_structure(plan, name):
     assert not any(roles.is_assigned(module) for module in model.modules())
 
 
-class Own(nn.LayerNorm):
+class OwnLayerNorm(nn.LayerNorm):
     """A class that fuse makes another of, as plans do."""
 
 
-@pytest.mark.parametrize(("kind", "name"), [(nn.LayerNorm, "LayerNorm"), (Own, "FusedOwn")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(nn.LayerNorm, "LayerNorm"), (OwnLayerNorm, "FusedOwnLayerNorm")]
+)
 def test_unfuse_leaves_a_planned_module_alone(kind, name):
     model = nn.Sequential(kind(8), nn.Linear(8, 8))
     fusedckpt.fuse(model)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedckpt.planning.roles import PRODUCTS, UNCHANGED
 
 
-class Add(nn.Module):
+class AddsShift(nn.Module):
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Linear(16, 64, bias=False), nn.Linear(64, 16)
@@ -62,7 +62,7 @@ def levels(model: nn.Module, x: Tensor) -> tuple[list[str | None], dict[str, str
     return [item.level for item in plan.items], dict(plan.left_out)
 
 
-@pytest.mark.parametrize("kind", [Add, Scale, Activated])
+@pytest.mark.parametrize("kind", [AddsShift, Scale, Activated])
 def test_written_in_place(kind):
     model = nn.Sequential(*(kind() for _ in range(3))).to(DEVICE)
     chosen, left_out = levels(model, torch.randn(8, 32, 16, device=DEVICE))

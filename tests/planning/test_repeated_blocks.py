@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from plan_models import assert_predicted
 from torch import nn
+from zoo import MLP, Line, MLPBlock
 
 import fusedckpt
 from fusedckpt import plan
@@ -15,18 +15,8 @@ from fusedckpt.memory import peak_bytes
 WIDTH = 32
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
 def blocks(count):
-    return nn.ModuleList(Block() for _ in range(count))
+    return nn.ModuleList(MLPBlock(nn.LayerNorm(WIDTH), MLP(WIDTH, 4 * WIDTH)) for _ in range(count))
 
 
 class Stage(nn.Module):
@@ -43,20 +33,7 @@ class Stage(nn.Module):
         return self.merge(self.dropout(x))
 
 
-class Listed(nn.Module):
-    """Modules of a list, one after the other."""
-
-    def __init__(self, modules):
-        super().__init__()
-        self.entries = nn.ModuleList(modules)
-
-    def forward(self, x):
-        for entry in self.entries:
-            x = entry(x)
-        return x
-
-
-class Experts(nn.Module):
+class ExpertBlocks(nn.Module):
     """Experts side by side."""
 
     def __init__(self):
@@ -90,7 +67,7 @@ class Mirrored(nn.Module):
     def __init__(self):
         super().__init__()
         self.down = nn.ModuleList([Zigzag(2), Zigzag(1)])
-        self.middle = Listed(blocks(2))
+        self.middle = Line(*blocks(2))
         self.up = nn.ModuleList(Zigzag(2) for _ in range(2))
 
     def forward(self, x):
@@ -115,32 +92,34 @@ def zigzag(prefix, count):
 
 NESTINGS = {
     "stages of blocks": (
-        lambda: Listed([Stage(2), Stage(3)]),
+        lambda: Line(*[Stage(2), Stage(3)]),
         [
-            *(*names("entries.0.blocks", 2), "entries.0.merge"),
-            *(*names("entries.1.blocks", 3), "entries.1.merge"),
+            *(*names("units.0.blocks", 2), "units.0.merge"),
+            *(*names("units.1.blocks", 3), "units.1.merge"),
         ],
     ),
     "stages of groups of blocks": (
-        lambda: Listed([Listed([Stage(2), Stage(2)]), Listed([Stage(2), Stage(1)])]),
+        lambda: Line(*[Line(*[Stage(2), Stage(2)]), Line(*[Stage(2), Stage(1)])]),
         [
             name
             for i, j in ((0, 0), (0, 1), (1, 0), (1, 1))
             for name in (
-                *names(f"entries.{i}.entries.{j}.blocks", 1 if i and j else 2),
-                f"entries.{i}.entries.{j}.merge",
+                *names(f"units.{i}.units.{j}.blocks", 1 if i and j else 2),
+                f"units.{i}.units.{j}.merge",
             )
         ],
     ),
-    "blocks of experts": (lambda: Listed([Experts(), Experts()]), names("entries", 2)),
+    "blocks of experts": (lambda: Line(*[ExpertBlocks(), ExpertBlocks()]), names("units", 2)),
     "stages of blocks of experts": (
-        lambda: Listed([Listed([Experts(), Experts()]), Listed([Experts(), Experts()])]),
-        [*names("entries.0.entries", 2), *names("entries.1.entries", 2)],
+        lambda: Line(
+            *[Line(*[ExpertBlocks(), ExpertBlocks()]), Line(*[ExpertBlocks(), ExpertBlocks()])]
+        ),
+        [*names("units.0.units", 2), *names("units.1.units", 2)],
     ),
     "down, middle and up": (
         Mirrored,
         [
-            *(*zigzag("down.0", 2), *zigzag("down.1", 1), *names("middle.entries", 2)),
+            *(*zigzag("down.0", 2), *zigzag("down.1", 1), *names("middle.units", 2)),
             *(*zigzag("up.0", 2), *zigzag("up.1", 2)),
         ],
     ),
@@ -166,9 +145,9 @@ def test_units_of_nested_containers(name):
 
 
 def test_stages_need_no_more_than_a_checkpoint_of_every_block():
-    model, x = Listed([Stage(2), Stage(9), Stage(2)]), torch.randn(512, WIDTH)
+    model, x = Line(*[Stage(2), Stage(9), Stage(2)]), torch.randn(512, WIDTH)
     every = copy.deepcopy(model)
-    for stage in every.entries:
+    for stage in every.units:
         for i, block in enumerate(stage.blocks):
             stage.blocks[i] = fusedckpt.checkpoint_module(block)
     plan(model, x, policy="memory", progress=False).apply(model)
@@ -198,14 +177,14 @@ def test_nesting_takes_one_more_forward():
             other, x, policy="all", units=units
         )
 
-    listed = [f"entries.{i}.blocks.{j}" for i in range(2) for j in range(3)]
-    assert difference(Listed([Stage(2), Stage(2)]), Listed([Stage(3), Stage(3)]), listed) == 1
+    listed = [f"units.{i}.blocks.{j}" for i in range(2) for j in range(3)]
+    assert difference(Line(*[Stage(2), Stage(2)]), Line(*[Stage(3), Stage(3)]), listed) == 1
     # blocks of one container are known without
-    assert difference(Listed(blocks(4)), Listed(blocks(5)), names("entries", 5)) == 0
+    assert difference(Line(*blocks(4)), Line(*blocks(5)), names("units", 5)) == 0
 
 
 def test_more_segments_than_blocks_are_refused():
-    model, x = Listed([Experts(), Experts()]), torch.randn(8, WIDTH)
+    model, x = Line(*[ExpertBlocks(), ExpertBlocks()]), torch.randn(8, WIDTH)
     with pytest.raises(ValueError, match="from uniform:1 to uniform:2, got 'uniform:5'"):
         plan(model, x, policy="uniform:5", progress=False)
 

@@ -28,7 +28,7 @@ WIDTH = 16
 WHY = "a second run of its forward gives other results"
 
 
-class Unit(nn.Sequential):
+class ScaledUnit(nn.Sequential):
     """An MLP whose result is scaled by a function of the module and its input."""
 
     def __init__(self, scale=lambda unit, x: 1.0, **state):
@@ -47,7 +47,7 @@ class Unit(nn.Sequential):
 
 def dropped(draw):
     """Return a block that is left out at random, as in stochastic depth."""
-    return lambda: Unit(lambda unit, x: None if draw() < 0.5 else 1.0)
+    return lambda: ScaledUnit(lambda unit, x: None if draw() < 0.5 else 1.0)
 
 
 def counting(unit, x):
@@ -68,7 +68,7 @@ def averaging(name):
         mean.lerp_(x.detach().mean(0), 0.1)
         return x - mean
 
-    return lambda: Unit(scale, **{name: torch.zeros(WIDTH)})
+    return lambda: ScaledUnit(scale, **{name: torch.zeros(WIDTH)})
 
 
 def carrying(unit, x):
@@ -78,20 +78,20 @@ def carrying(unit, x):
 
 
 def gated(norm):
-    return lambda: Unit(lambda unit, x: unit.gate(x), gate=norm(nn.Linear(WIDTH, WIDTH)))
+    return lambda: ScaledUnit(lambda unit, x: unit.gate(x), gate=norm(nn.Linear(WIDTH, WIDTH)))
 
 
 def drawing(draw, make):
-    return lambda: Unit(lambda unit, x: draw(unit.state["drawn"], x), state={"drawn": make()})
+    return lambda: ScaledUnit(lambda unit, x: draw(unit.state["drawn"], x), state={"drawn": make()})
 
 
 # units whose recompute gets the random states and buffers of the forward
 RESTORED = {
-    "Python": lambda: Unit(lambda unit, x: random.random()),
-    "NumPy": lambda: Unit(lambda unit, x: torch.from_numpy(np.random.rand(*x.shape)).to(x)),
-    "dropout": lambda: Unit(lambda unit, x: nn.functional.dropout(torch.ones_like(x), 0.3)),
+    "Python": lambda: ScaledUnit(lambda unit, x: random.random()),
+    "NumPy": lambda: ScaledUnit(lambda unit, x: torch.from_numpy(np.random.rand(*x.shape)).to(x)),
+    "dropout": lambda: ScaledUnit(lambda unit, x: nn.functional.dropout(torch.ones_like(x), 0.3)),
     # running statistics are written in training, and not read
-    "statistics": lambda: Unit(lambda unit, x: unit.norm(x), norm=nn.BatchNorm1d(WIDTH)),
+    "statistics": lambda: ScaledUnit(lambda unit, x: unit.norm(x), norm=nn.BatchNorm1d(WIDTH)),
     "weight_norm": gated(nn.utils.parametrizations.weight_norm),
     # a recompute finds buffers that the forward reads and writes as that did
     "buffered": averaging("buffer"),
@@ -109,9 +109,9 @@ LEFT = {
     ),
     "own NumPy": drawing(lambda g, x: float(g.random()), lambda: np.random.default_rng(3)),
     "own Python": drawing(lambda g, x: g.random(), lambda: random.Random(3)),
-    "counting": lambda: Unit(counting, calls=[0]),
-    "straight": lambda: Unit(straight, calls=[0]),
-    "carrying": lambda: Unit(carrying, last=None),
+    "counting": lambda: ScaledUnit(counting, calls=[0]),
+    "straight": lambda: ScaledUnit(straight, calls=[0]),
+    "carrying": lambda: ScaledUnit(carrying, last=None),
 }
 KINDS = {**RESTORED, **DROPPED, **LEFT}
 
@@ -119,7 +119,9 @@ KINDS = {**RESTORED, **DROPPED, **LEFT}
 def made(name, count=2):
     """Return a net in which units of a kind are among others."""
     torch.manual_seed(0)
-    return nn.Sequential(*(unit for _ in range(count) for unit in (Unit(), KINDS[name](), Unit())))
+    return nn.Sequential(
+        *(unit for _ in range(count) for unit in (ScaledUnit(), KINDS[name](), ScaledUnit()))
+    )
 
 
 def steps(model, x, count=3):
@@ -178,7 +180,9 @@ def test_a_unit_that_draws_from_a_generator_of_its_own():
     def make():
         torch.manual_seed(0)
         generator = torch.Generator().manual_seed(1)
-        return nn.Sequential(Unit(keep, generator=generator), Unit(), Unit()), generator
+        return nn.Sequential(
+            ScaledUnit(keep, generator=generator), ScaledUnit(), ScaledUnit()
+        ), generator
 
     x = torch.randn(64, WIDTH, requires_grad=True)
     (model, ours), (plain, theirs) = make(), make()
@@ -192,7 +196,7 @@ def test_a_unit_that_draws_from_a_generator_of_its_own():
 def test_units_between_and_none_at_all():
     make = LEFT["own torch"]
     x = torch.randn(64, WIDTH)
-    found = planned(nn.Sequential(make(), Unit(), make()), x, policy="uniform:2")
+    found = planned(nn.Sequential(make(), ScaledUnit(), make()), x, policy="uniform:2")
     assert recomputed(found) == ["1"]
     model = three(make)()
     for policy in ("none", "all", "sqrt", "uniform:2", "speed"):
@@ -207,7 +211,7 @@ class LayerDrop(nn.Module):
 
     def __init__(self, draws):
         super().__init__()
-        self.layers, self.draws = nn.ModuleList(Unit() for _ in range(6)), draws
+        self.layers, self.draws = nn.ModuleList(ScaledUnit() for _ in range(6)), draws
 
     def forward(self, x):
         for layer in self.layers:
@@ -265,7 +269,7 @@ def test_a_unit_that_reads_what_a_later_one_writes():
     def make():
         torch.manual_seed(0)
         shared, ways = [0], ((0, 0), (1, 0), (0, 0), (0, 1))
-        units = [Unit(scale, reads=reads, writes=writes) for reads, writes in ways]
+        units = [ScaledUnit(scale, reads=reads, writes=writes) for reads, writes in ways]
         for unit in units:
             unit.shared = shared
         return nn.Sequential(*units)
@@ -336,7 +340,7 @@ def test_other_units_are_the_same(name):
 def test_a_fused_unit_that_is_left_still_has_levels():
     def make():
         torch.manual_seed(0)
-        model = nn.Sequential(Unit(), LEFT["own torch"](), Unit())
+        model = nn.Sequential(ScaledUnit(), LEFT["own torch"](), ScaledUnit())
         fusedckpt.fuse(model)
         return model
 
@@ -353,7 +357,7 @@ def test_checkpoint_sequential_restores_what_a_plan_restores(tmp_path):
     def make():
         torch.manual_seed(0)
         python, own = RESTORED["Python"], LEFT["own torch"]
-        return nn.Sequential(Unit(), python(), own(), Unit(), python(), Unit())
+        return nn.Sequential(ScaledUnit(), python(), own(), ScaledUnit(), python(), ScaledUnit())
 
     x, model, plain = torch.randn(64, WIDTH, requires_grad=True), make(), make()
     planned(model, x, policy="uniform:2").save(tmp_path / "plan.json")
@@ -391,7 +395,7 @@ def _replaced(unit, x):
 def test_copies_of_plain_tensors_are_compared(scale, value, monkeypatch):
     # as on a GPU, where tensors are noted by copies
     monkeypatch.setattr(determinism, "CHECKSUMMED", ())
-    model = nn.Sequential(*(Unit(scale, held=value.clone()) for _ in range(3)))
+    model = nn.Sequential(*(ScaledUnit(scale, held=value.clone()) for _ in range(3)))
     found = planned(model, torch.randn(4, WIDTH), policy="all")
     # a mean of no number, or of NaN, is the same however often it changes
     changes = scale is not _scaled_by_held and value.nanmean().isfinite()

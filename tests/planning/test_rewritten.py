@@ -33,7 +33,7 @@ def write_detached(x: Tensor) -> None:
     x.data[:, ::2].mul_(0.5)
 
 
-class Writing(nn.Module):
+class WritesOutput(nn.Module):
     """Blocks with a write to the output of the third."""
 
     def __init__(self, write: Callable[[Tensor], Any], by_hook: bool):
@@ -52,7 +52,7 @@ class Writing(nn.Module):
         return x
 
 
-class Add(nn.Module):
+class MultipliesSkip(nn.Module):
     """Add two tensors, of which the first came from the block before."""
 
     def __init__(self):
@@ -63,13 +63,13 @@ class Add(nn.Module):
         return torch.tanh(self.linear(x)) * y
 
 
-class Skipping(nn.Module):
+class WritesSkip(nn.Module):
     """A write to a tensor that two later units get."""
 
     def __init__(self):
         super().__init__()
         blocks = (nn.Sequential(nn.Tanh(), nn.Linear(16, 16)) for _ in range(2))
-        self.units = nn.ModuleList([*blocks, Add()]).to(DEVICE)
+        self.units = nn.ModuleList([*blocks, MultipliesSkip()]).to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         skipped = self.units[0](x)
@@ -101,18 +101,18 @@ WRITES = [clamp, clamp_wide, write_by_numpy, write_detached]
 @pytest.mark.parametrize("by_hook", [False, True])
 def test_write_between_units(write, by_hook):
     joined = [False, True, True, False, True, True]
-    check(Writing(write, by_hook), joined, {"blocks.3"})
+    check(WritesOutput(write, by_hook), joined, {"blocks.3"})
 
 
 def test_data_assigned():
-    check(Writing(assign, False), [False, True, True, False, True, True], {"blocks.3"})
+    check(WritesOutput(assign, False), [False, True, True, False, True, True], {"blocks.3"})
 
 
 def test_write_for_a_later_unit():
     # the unit before it would run again with the new values, and is left out for that
-    check(Skipping(), [False, False, False], set())
+    check(WritesSkip(), [False, False, False], set())
 
 
 @pytest.mark.parametrize("write", [lambda x: x.data.abs().max(), lambda x: x.detach().norm()])
 def test_reads_between_units(write):
-    check(Writing(write, False), [False, *5 * [True]], set())
+    check(WritesOutput(write, False), [False, *5 * [True]], set())

@@ -10,25 +10,13 @@ import torch
 from plan_models import assert_equal, convolutional, images, planned, step, tokens, transformer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from zoo import Line
 
 import fusedckpt
 from fusedckpt import is_recomputing, prefetch_recompute
 from fusedckpt.checkpointing.call_sequence import MultiCallSegment
 from fusedckpt.memory import saved_tensors
 from fusedckpt.planning.roles import NO_OPTIONS
-
-
-class Line(nn.Module):
-    """Units in a ModuleList, each called with what the one before returned."""
-
-    def __init__(self, *units):
-        super().__init__()
-        self.units = nn.ModuleList(units)
-
-    def forward(self, x):
-        for unit in self.units:
-            x = unit(x)
-        return x
 
 
 def line(count):

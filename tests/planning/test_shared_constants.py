@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fusedckpt import plan
 
 
-class Masked(nn.Module):
+class AddsMasks(nn.Module):
     """Adds masks, which no backward reads, to what a linear returns."""
 
     def __init__(self, masks: list[int]):
@@ -25,14 +25,14 @@ class Masked(nn.Module):
         return x + y.tanh().exp()
 
 
-class Model(nn.Module):
+class MaskedModel(nn.Module):
     """Units with two masks that the forward makes; by unit, the masks that it adds."""
 
     def __init__(self, masks: list[list[int]]):
         super().__init__()
         self.masks = masks
         self.first = nn.Linear(32, 32)
-        self.units = nn.ModuleList(map(Masked, masks))
+        self.units = nn.ModuleList(map(AddsMasks, masks))
 
     def forward(self, x: Tensor) -> Tensor:
         masks = [torch.full((len(x), 32), 0.5), torch.full((len(x), 32), 0.25)]
@@ -50,7 +50,7 @@ SOME = [[], [0], [0, 1], []]
 @pytest.mark.parametrize("masks", [ALL, ALTERNATING, SOME], ids=["all", "alternating", "some"])
 @pytest.mark.parametrize("recomputed", [[], [0], [1, 2], [3], [0, 3]], ids=str)
 def test_the_prediction_is_the_measured_peak_whatever_is_recomputed(masks, recomputed):
-    model = Model(masks)
+    model = MaskedModel(masks)
     policy = [model.units[i] for i in recomputed] or "none"
     found = plan(model, torch.randn(256, 32), policy=policy, progress=False)
     assert found.predicted_bytes == found.measured_bytes

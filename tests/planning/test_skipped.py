@@ -12,21 +12,9 @@ import torch
 from plan_models import planned
 from support import DEVICE, randn
 from torch import Tensor, nn
+from zoo import MLP, MLPBlock
 
 from fusedckpt import report
-
-
-class Block(nn.Module):
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(dim),
-            nn.Linear(dim, hidden),
-            nn.Linear(hidden, dim),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
 class Skipping(nn.Module):
@@ -34,7 +22,8 @@ class Skipping(nn.Module):
 
     def __init__(self, runs: Callable[[], Any], count: int = 12, hidden: int = 64):
         super().__init__()
-        self.layers = nn.ModuleList(Block(16, hidden) for _ in range(count)).to(DEVICE)
+        blocks = (MLPBlock(nn.LayerNorm(16), MLP(16, hidden)) for _ in range(count))
+        self.layers = nn.ModuleList(blocks).to(DEVICE)
         self.runs = runs
 
     def forward(self, x: Tensor) -> Tensor:
