@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from plan_models import convolutional, transformer
 from torch import Tensor, nn
+from zoo import Residual
 
 import fusedckpt
 from fusedckpt.memory import nbytes_of, peak_bytes
@@ -30,18 +31,6 @@ from fusedckpt.planning.rules import by_rule
 from fusedckpt.reporting.trial import tensors_of
 
 Made = tuple[nn.Module, dict[str, Any]]
-
-
-class Residual(nn.Module):
-    """Adds its input to the output of the modules inside."""
-
-    def __init__(self, *layers: nn.Module):
-        super().__init__()
-        self.inner = nn.Sequential(*layers)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sum."""
-        return x + self.inner(x)
 
 
 def _mlp(width: int) -> Residual:

@@ -17,6 +17,7 @@ import torch
 from support import randn
 from torch import Tensor, nn
 from torch.nn import functional as F
+from zoo import SwiGLU
 
 import fusedckpt
 from fusedckpt import functional
@@ -31,27 +32,6 @@ LIBRARIES = "flash_attn", "fla.ops.", "mamba_ssm.ops."
 D, HIDDEN = 32, 64
 
 
-class Gated(nn.Module):
-    """A gated MLP, which fuse swaps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(D, HIDDEN, bias=False)
-        self.up = nn.Linear(D, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Run the MLP."""
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class MLP(nn.Sequential):
-    """A GELU MLP, which fuse swaps."""
-
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
-
-
 class Inline(nn.Module):
     """A block with an MLP in its forward, which saves the first linear's input."""
 
@@ -64,7 +44,7 @@ class Inline(nn.Module):
         return x + self.down(self.act(self.up(x.sigmoid())))
 
 
-class Attention(nn.Module):
+class SeparateAttention(nn.Module):
     """Attention, which fuse recomputes."""
 
     def __init__(self) -> None:
@@ -88,7 +68,7 @@ def swapped(module: nn.Module, **options: Any) -> nn.Module:
 
 def layers() -> dict[str, Callable[[Tensor], Tensor]]:
     norm = fusedckpt.RMSNorm(D)
-    mlp = swapped(Gated())
+    mlp = swapped(SwiGLU(D, HIDDEN))
     classes = randn(HIDDEN, D)
     target = torch.arange(18).view(2, 9)
     return {
@@ -102,10 +82,12 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
             x, classes, target
         ),
         "a swapped norm": swapped(nn.RMSNorm(D)),
-        "a swapped MLP": swapped(MLP()),
+        "a swapped MLP": swapped(
+            nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
+        ),
         "a swapped gated MLP": mlp,
         "a swapped gated MLP in a checkpoint": lambda x: fusedckpt.checkpoint(mlp, x),
-        "a swapped attention": swapped(Attention()),
+        "a swapped attention": swapped(SeparateAttention()),
         "an MLP in a block": swapped(Inline(nn.GELU()), mlp=False, attention=False),
         "an MLP of functions in a block": swapped(Inline(F.gelu), mlp=False, attention=False),
     }

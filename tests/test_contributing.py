@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
+from zoo import SwiGLU
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
@@ -17,27 +17,13 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-class GatedMLP(nn.Module):
-    """The MLP of a Llama."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate_proj = nn.Linear(8, 16, bias=False)
-        self.up_proj = nn.Linear(8, 16, bias=False)
-        self.down_proj = nn.Linear(16, 8, bias=False)
-
-    def forward(self, x):
-        """Return down(silu(gate(x)) * up(x))."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 def norm() -> Callable[[], torch.Tensor]:
     module, x = fusedckpt.RMSNorm(8), torch.randn(4, 8, requires_grad=True)
     return lambda: module(x)
 
 
 def checkpointed_mlp() -> Callable[[], torch.Tensor]:
-    module, x = GatedMLP(), torch.randn(4, 8, requires_grad=True)
+    module, x = SwiGLU(8, 16), torch.randn(4, 8, requires_grad=True)
     fusedckpt.fuse(module)
     return lambda: fusedckpt.checkpoint(module, x)
 

@@ -38,7 +38,7 @@ def doubled(x: torch.Tensor, maker: str = index.NORM, *parameters: torch.Tensor 
     return y, made
 
 
-class Two(nn.Module):
+class TwoReaders(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
@@ -53,7 +53,7 @@ def test_a_norm_that_two_linears_read_has_one_recipe(has_recipes, monkeypatch):
     from fusedckpt.fusing import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
-    model = Two().to(DEVICE)
+    model = TwoReaders().to(DEVICE)
     fusedckpt.fuse(model, recompute_elementwise=has_recipes)
     made = []
     init = Made.__init__
@@ -166,12 +166,12 @@ def test_an_error_in_a_forward_keeps_nothing(monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     results = []
 
-    class Fails(nn.Module):
+    class FailsAtOnce(nn.Module):
         def forward(self, x):
             results.append((x + 1).detach())
             raise ValueError
 
-    model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), Fails()).to(DEVICE)
+    model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), FailsAtOnce()).to(DEVICE)
     fusedckpt.fuse(model, recompute_elementwise=True)
     with pytest.raises(ValueError):
         model(randn(5, D))
@@ -184,7 +184,7 @@ def test_parameters_may_be_swapped(monkeypatch):
     from fusedckpt.fusing import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
-    model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), Two()).to(DEVICE)
+    model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), TwoReaders()).to(DEVICE)
     fusedckpt.fuse(model, recompute_elementwise=True)
     model(randn(5, D)).sum().backward()
     assert not any(map(weakref.getweakrefcount, model.parameters()))
@@ -219,7 +219,7 @@ def test_threads_that_share_an_input(monkeypatch):
     from fusedckpt.fusing import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
-    eager = [Two().to(DEVICE, torch.float64) for _ in range(4)]
+    eager = [TwoReaders().to(DEVICE, torch.float64) for _ in range(4)]
     fused = copy.deepcopy(eager)
     for model in fused:
         fusedckpt.fuse(model, recompute_elementwise=True)
@@ -245,7 +245,7 @@ def test_threads_that_share_an_input(monkeypatch):
 @pytest.mark.parametrize("has_recipes", [False, True], ids=["", "recipes"])
 def test_a_read_after_backward_freed_the_graph(has_recipes):
     """A lazy recipe of a graph that is gone is none: the reader saves its tensor."""
-    model = Two().to(DEVICE)
+    model = TwoReaders().to(DEVICE)
     fusedckpt.fuse(model, recompute_elementwise=has_recipes)
     n = model.norm(randn(5, D))
     n.sum().backward()

@@ -18,7 +18,7 @@ def few_tokens() -> nn.Module:
     return fusedckpt.MLP(D, F, device=DEVICE, dtype=torch.float64)
 
 
-class Experts(nn.Module):
+class TwoExperts(nn.Module):
     """Two experts, each token in one."""
 
     def __init__(self):
@@ -33,7 +33,7 @@ class Experts(nn.Module):
         )
 
 
-@pytest.mark.parametrize("make", [few_tokens, Experts])
+@pytest.mark.parametrize("make", [few_tokens, TwoExperts])
 def test_second_derivatives_add_to_late_gradients(make, monkeypatch):
     """Backward runs the layer's once more, where the loss has its results and its gradients."""
     torch.manual_seed(0)

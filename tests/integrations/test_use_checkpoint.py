@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 D = 8
 
 
-class Block(nn.Module):
+class FourLinears(nn.Module):
     def __init__(self):
         super().__init__()
         self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(4))
@@ -32,13 +32,13 @@ class Block(nn.Module):
         return x + scale * self.linears[3](F.scaled_dot_product_attention(q, k, v)[:, 0])
 
 
-class Model(nn.Module):
+class DiffusersModel(nn.Module):
     """Sets gradient checkpointing as diffusers' ModelMixin does: a function closes over nothing."""
 
     def __init__(self):
         super().__init__()
         self.gradient_checkpointing = False
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(FourLinears() for _ in range(2))
 
     def enable_gradient_checkpointing(self, function=None):
         def _gradient_checkpointing_func(module, *args):
@@ -58,7 +58,7 @@ class Model(nn.Module):
 
 def build():
     torch.manual_seed(0)
-    return Model(), torch.randn(2, 3, D, requires_grad=True), torch.ones(3, 1) * 2
+    return DiffusersModel(), torch.randn(2, 3, D, requires_grad=True), torch.ones(3, 1) * 2
 
 
 def step(model, x, scale):

@@ -11,6 +11,7 @@ import torch.distributed.pipelining as pipelining
 from support import SPLITS_BACKWARD, gemm_flops, run_ranks
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from zoo import MLPBlock
 
 import fusedckpt
 
@@ -37,21 +38,13 @@ GEMMS = {
 }
 
 
-class Block(nn.Module):
-    """x + mlp(norm(x))."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(D)
-        self.mlp = nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x))
+def block() -> MLPBlock:
+    return MLPBlock(nn.LayerNorm(D), nn.Sequential(nn.Linear(D, F), nn.GELU(), nn.Linear(F, D)))
 
 
 def whole() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).double()
+    return nn.Sequential(*(block() for _ in range(BLOCKS))).double()
 
 
 def data() -> tuple[Tensor, Tensor]:

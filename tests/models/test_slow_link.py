@@ -44,7 +44,7 @@ class Sleep(torch.autograd.Function):
         return dy
 
 
-class Layer(nn.Module):
+class SleepingLayer(nn.Module):
     def __init__(self, width: int):
         super().__init__()
         self.linear = nn.Linear(width, width)
@@ -114,7 +114,7 @@ def shown() -> type[PipelineStage]:
 
 def made(width: int, rank: int, kind: Any = Stage) -> Any:
     torch.manual_seed(rank)
-    layers = nn.Sequential(*(Layer(width) for _ in range(LAYERS)))
+    layers = nn.Sequential(*(SleepingLayer(width) for _ in range(LAYERS)))
     stage = kind(fusedckpt.checkpoint_module(layers), rank, 2, torch.device("cpu"))
     schedule = ScheduleGPipe(stage, MICRO, loss_fn=nn.functional.mse_loss)
     torch.manual_seed(2)

@@ -49,7 +49,7 @@ class Containers(nn.Module):
         return {"y": [self.table["norm"](x)], "count": 3, "name": "y", "ids": torch.arange(3)}
 
 
-class Checkpointed(nn.Module):
+class LinearThenCheckpoint(nn.Module):
     def __init__(self, use_reentrant, run=checkpoint):
         super().__init__()
         self.first, self.inner = nn.Linear(D, D), mlp()
@@ -85,8 +85,8 @@ def case(name):
             {"factor": (given(D), None)},
             lambda output: squares(output["y"][0]),
         ),
-        "checkpoint": lambda: (Checkpointed(False), (x,), {}, squares),
-        "reentrant": lambda: (Checkpointed(True), (x,), {}, squares),
+        "checkpoint": lambda: (LinearThenCheckpoint(False), (x,), {}, squares),
+        "reentrant": lambda: (LinearThenCheckpoint(True), (x,), {}, squares),
         "fused": lambda: (fused(), (x,), {}, squares),
         "gpt2": lambda: (gpt2(), (tokens,), {"labels": tokens}, lambda output: output.loss),
         "half": lambda: (mlp().bfloat16(), (x.bfloat16(),), {}, squares),

@@ -238,7 +238,7 @@ def test_an_object_inside_itself_is_looked_into_once():
 
 
 def test_bytes_of_objects_among_inputs_are_counted():
-    class Reads(nn.Module):
+    class ReadsBatch(nn.Module):
         def __init__(self):
             super().__init__()
             self.body = nn.Linear(8, 8)
@@ -246,5 +246,5 @@ def test_bytes_of_objects_among_inputs_are_counted():
         def forward(self, batch):
             return self.body(batch.x)
 
-    model, x = Reads().to(DEVICE), randn(64, 8, requires_grad=False)
+    model, x = ReadsBatch().to(DEVICE), randn(64, 8, requires_grad=False)
     assert fusedckpt.report(model, Frozen(x)).input_bytes == x.nbytes

@@ -9,6 +9,7 @@ from quantized_weight import Int8Rows
 from report_models import CASES, case
 from torch import nn
 from torch.nn import functional as F
+from zoo import Lambda
 
 import fusedckpt
 from fusedckpt.__main__ import main
@@ -27,7 +28,7 @@ def aten():
         yield
 
 
-class Masked(nn.Module):
+class MaskedAttention(nn.Module):
     """Reads a mask of integers, adds gradients of one tensor from several, and attends."""
 
     def __init__(self):
@@ -47,7 +48,7 @@ class Masked(nn.Module):
 
 
 def masked():
-    return Masked(), (torch.randn(1, SEQ, DIM), torch.ones(1, dtype=torch.long))
+    return MaskedAttention(), (torch.randn(1, SEQ, DIM), torch.ones(1, dtype=torch.long))
 
 
 def llama():
@@ -127,7 +128,7 @@ def test_it_is_what_a_report_measures(factory, dtype):
     assert saved[1] < saved[0]
 
 
-class Adapted(nn.Module):
+class TiedAdapter(nn.Module):
     """A frozen linear with an adapter, a tied weight, and parameters that get no gradient."""
 
     def __init__(self):
@@ -159,11 +160,11 @@ class Quantized(nn.Module):
 
 
 LIVE = {
-    "adapted": lambda: (Adapted(), torch.randint(32, (2, 8))),
+    "adapted": lambda: (TiedAdapter(), torch.randint(32, (2, 8))),
     "quantized": lambda: (Quantized(), torch.randn(2, 8, DIM)),
     "bag": lambda: (Bags("mean"), torch.randint(64, (4, 24))),
     "encoder": lambda: (nn.TransformerEncoderLayer(DIM, 2, 32), torch.randn(5, 2, DIM)),
-    "checkpoint": lambda: (fusedckpt.checkpoint_module(Adapted()), torch.randint(32, (2, 8))),
+    "checkpoint": lambda: (fusedckpt.checkpoint_module(TiedAdapter()), torch.randint(32, (2, 8))),
 }
 
 
@@ -195,7 +196,7 @@ def test_a_model_that_has_memory_is_estimated_in_place(name):
     assert str(estimated).startswith(f"Estimated memory of one training step of {report.model}")
 
 
-class Gated(nn.Module):
+class NormWithGate(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm, self.gate = fusedckpt.GatedRMSNorm(DIM), nn.Linear(DIM, DIM)
@@ -204,7 +205,7 @@ class Gated(nn.Module):
         return self.norm(x, self.gate(x))
 
 
-class Routed(nn.Module):
+class RoutedExperts(nn.Module):
     def __init__(self):
         super().__init__()
         self.router, self.experts = nn.Linear(DIM, 4), fusedckpt.Experts(4, DIM, 8 * DIM)
@@ -225,8 +226,8 @@ IN_BLOCKS = {
     "gated mlp": (lambda: fusedckpt.GatedMLP(DIM, 8 * DIM, save="preact"), torch.float32),
     "norm": (lambda: fusedckpt.RMSNorm(DIM), torch.bfloat16),
     "layer norm": (lambda: fusedckpt.LayerNorm(DIM), torch.float32),
-    "gated norm": (Gated, torch.bfloat16),
-    "experts": (Routed, torch.float32),
+    "gated norm": (NormWithGate, torch.bfloat16),
+    "experts": (RoutedExperts, torch.float32),
     "rounded": (
         lambda: fusedckpt.checkpoint_module(nn.Linear(DIM, DIM), store="int8"),
         torch.float32,
@@ -309,14 +310,14 @@ def test_nothing_is_allocated(command, capsys):
     assert ["saved", "for", "backward", "1.2", "GiB", "256.0", "MiB"] in lines
 
 
-class Reads(nn.Linear):
+class ReadsSign(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return y if y.sum() > 0 else -y
 
 
 MAKERS = {
-    "reads": lambda: (Reads(4, 4), torch.randn(2, 4)),
+    "reads": lambda: (ReadsSign(4, 4), torch.randn(2, 4)),
     "linear": lambda: nn.Linear(4, 4),
     "a device": lambda: (nn.Linear(4, 4, device="cpu"), torch.randn(2, 4)),
     "frozen": lambda: (nn.Linear(4, 4).requires_grad_(False), torch.randn(2, 4)),
@@ -388,7 +389,7 @@ def test_bags_save_the_bytes_of_a_cpu(mode, count):
     assert estimated.saved == fusedckpt.report(model, indices).saved
 
 
-class Sparse(nn.Module):
+class SparseEmbedding(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(64, DIM, sparse=True)
@@ -415,7 +416,7 @@ def test_every_optimizer_has_the_bytes_of_its_own_steps(kind):
         layers = [nn.Linear(DIM, 8, bias=kind != "Muon"), nn.Tanh()]
         model, x = nn.Sequential(*layers), torch.randn(4, DIM)
         if kind == "SparseAdam":
-            model, x = Sparse(), torch.zeros(4, 24, dtype=torch.long)
+            model, x = SparseEmbedding(), torch.zeros(4, 24, dtype=torch.long)
         optimizer = getattr(torch.optim, kind)(model.parameters(), **options)
         estimated = fusedckpt.estimate(model, x, optimizer=optimizer)
         reported = fusedckpt.report(model, x, optimizer=optimizer)
@@ -456,24 +457,15 @@ def autocasts(x):
         return F.linear(x, torch.ones(8, DIM))
 
 
-class Within(nn.Module):
-    def __init__(self, run):
-        super().__init__()
-        self.run, self.first = run, nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        return self.run(self.first(x))
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         (
-            lambda: Within(autocasts),
+            lambda: nn.Sequential(nn.Linear(DIM, DIM), Lambda(autocasts)),
             "^estimate: autocast is enabled, and does nothing on the meta device",
         ),
         (
-            lambda: Within(lambda x: x * x.mean().item()),
+            lambda: nn.Sequential(nn.Linear(DIM, DIM), Lambda(lambda x: x * x.mean().item())),
             "its code reads the value of an activation",
         ),
         (lambda: nn.LSTM(DIM, DIM), "the model is an nn.LSTM"),

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint as stock_checkpoint
 import fusedckpt
 
 
-class Router(nn.Module):
+class LeavesAll(nn.Module):
     """Leaves its loss in an attribute, its scores in a list, and a detached count."""
 
     def __init__(self, checkpoint, is_detached):
@@ -38,7 +38,7 @@ CHECKPOINTS = {
 @pytest.mark.parametrize("is_detached", [False, True])
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_attributes_that_keep_a_graph_are_named(name, is_detached):
-    routers = (Router(CHECKPOINTS[name], is_detached) for _ in range(2))
+    routers = (LeavesAll(CHECKPOINTS[name], is_detached) for _ in range(2))
     report = fusedckpt.report(nn.Sequential(*routers), torch.randn(16, 8))
     expected = () if is_detached or name == "none" else ("0.scores", "0.loss", "1.scores", "1.loss")
     assert report.left_graphs == expected

@@ -119,7 +119,7 @@ def test_saved_storages_name_owner_and_sharers():
         def forward(self, x):
             return x.sin()
 
-    class Shares(nn.Module):
+    class SharesInput(nn.Module):
         def __init__(self):
             super().__init__()
             self.weight = nn.Parameter(torch.ones(D))
@@ -130,7 +130,7 @@ def test_saved_storages_name_owner_and_sharers():
             y = x * self.weight
             return self.one(y) + self.other(y[:4]).sum() + self.third(y) + self.one(y)
 
-    found = report(Shares(), given(R, D), loss=torch.sum)
+    found = report(SharesInput(), given(R, D), loss=torch.sum)
     shared, kept = found.saved
     assert (shared.nbytes, shared.dtype, shared.shape) == (X, "float32", (R, D))
     assert (shared.owner, shared.sharers) == ("one", ("other",))
@@ -146,11 +146,11 @@ def test_modules_go_by_their_names():
     # gelu's input, its output; the loss keeps the output
     assert found.saved_by_module == {"1": H, "2": H, "(loss)": X}
 
-    class Own(nn.Linear):
+    class OwnExp(nn.Linear):
         def forward(self, x):
             return super().forward(x).exp()
 
-    assert report(Own(D, F), given(R, D), loss=torch.sum).saved_by_module == {"(model)": H}
+    assert report(OwnExp(D, F), given(R, D), loss=torch.sum).saved_by_module == {"(model)": H}
 
 
 def test_fused_layers_stay_fused():
@@ -309,7 +309,7 @@ def test_text_with_and_without_rich(monkeypatch):
 
 
 def test_modules_of_several_layers_have_one_row():
-    class Block(nn.Module):
+    class ExpOfMLP(nn.Module):
         def __init__(self):
             super().__init__()
             self.mlp = mlp()
@@ -317,7 +317,7 @@ def test_modules_of_several_layers_have_one_row():
         def forward(self, x):
             return self.mlp(x).exp()
 
-    found = report(nn.Sequential(*(Block() for _ in range(3))), given(R, D))
+    found = report(nn.Sequential(*(ExpOfMLP() for _ in range(3))), given(R, D))
     text = str(found)
     for cells in (
         f"3 x *.mlp.1 {size(3 * H)} {3 * H / found.saved_bytes:.1%} 3 float32 [{R}, {F}]",

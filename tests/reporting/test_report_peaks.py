@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from report_models import Checkpointed, D, H, R, X, given, mlp
+from report_models import D, H, LinearThenCheckpoint, R, X, given, mlp
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -46,7 +46,7 @@ def test_peak_in_backward():
     assert (found.peak.phase, found.peak.module) == ("backward", "2")
     # after a recompute that stopped early, by an exception out of its modules
     for run in (checkpoint, fusedckpt.checkpoint):
-        model = Checkpointed(False, run)
+        model = LinearThenCheckpoint(False, run)
         model.first = nn.Embedding(1000, D)
         found = report(model, torch.arange(R))
         assert (found.peak.phase, found.peak.module) == ("backward", "first")
@@ -88,7 +88,7 @@ class LateBulge(Bulge):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_peak_in_a_recompute(use_reentrant):
-    model = Checkpointed(use_reentrant)
+    model = LinearThenCheckpoint(use_reentrant)
     model.inner = nn.Sequential(mlp(), LateBulge(), nn.Tanh())
     found = report(model, given(64, D))
     assert (found.peak.phase, found.peak.module) == ("backward", "inner.1")
@@ -146,7 +146,7 @@ class Hoards(nn.Module):
         return Hoard.apply(self.inner(x))
 
 
-class Head(nn.Module):
+class ChunkedHead(nn.Module):
     """torch's own hoard: loss and gradients in chunks, in one."""
 
     def __init__(self):
@@ -165,7 +165,7 @@ def hoarding(head):
 HEADS = {
     "attribute": (Hoards, X),
     "linear_cross_entropy": pytest.param(
-        *(Head, X + 4 * 64 * D),
+        *(ChunkedHead, X + 4 * 64 * D),
         marks=pytest.mark.skipif(
             not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="not in this torch"
         ),
@@ -189,7 +189,7 @@ def test_a_plan_counts_it(head, nbytes):
         assert 0.99 <= found.predicted_bytes / found.measured_bytes <= 1.02
 
 
-class Own(nn.Module):
+class RecomputeBulge(nn.Module):
     """Needs 16 tensors for a moment in code of its own, and in a recompute only."""
 
     def __init__(self):
@@ -204,7 +204,7 @@ class Own(nn.Module):
 
 def test_the_peak_is_of_the_unit_that_runs_again():
     model, x = (
-        nn.Sequential(nn.Linear(D, D), Own(), nn.Sequential(mlp(), nn.Tanh())),
+        nn.Sequential(nn.Linear(D, D), RecomputeBulge(), nn.Sequential(mlp(), nn.Tanh())),
         torch.randn(64, D),
     )
     found = plan(model, x, policy="uniform:1", units=["1", "2"], progress=False)

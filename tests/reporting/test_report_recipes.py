@@ -24,7 +24,7 @@ def _tiny(monkeypatch):
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
 
 
-class Net(nn.Module):
+class ConvNet(nn.Module):
     def __init__(self, depth: int):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(C, C, 1), nn.Conv2d(C, C, 1)
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def reported(depth: int, **options: bool) -> fusedckpt.MemoryReport:
-    model, x = Net(depth), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
+    model, x = ConvNet(depth), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
     fusedckpt.fuse(model, **options)
     return fusedckpt.report(model, x, loss=lambda y: y.square().mean())
 
@@ -74,7 +74,7 @@ def test_a_model_without_recipes_has_no_such_table():
 
 
 def test_reports_say_what_recipes_would_save():
-    model, x = Net(1), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
+    model, x = ConvNet(1), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
     expected = fusedckpt.report(*_fused_with_recipes(model, x)).saved_bytes
     found = fusedckpt.fuse(model, example_inputs=x)
     (note,) = (note for note in found.notes if "recompute_elementwise" in note)
@@ -96,12 +96,16 @@ def _fused_with_recipes(model: nn.Module, x: torch.Tensor) -> tuple[nn.Module, t
 def test_an_estimate_sees_recipes_of_small_tensors(monkeypatch):
     """A batch norm's weights are below the floor, its results above."""
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", NBYTES)
-    model, x = _fused_with_recipes(Net(1), torch.randn(ROWS, C, SIDE, SIDE))
+    model, x = _fused_with_recipes(ConvNet(1), torch.randn(ROWS, C, SIDE, SIDE))
     saved = fusedckpt.estimate(model, x).saved_bytes
-    assert saved == fusedckpt.report(model, x).saved_bytes < fusedckpt.report(Net(1), x).saved_bytes
+    assert (
+        saved
+        == fusedckpt.report(model, x).saved_bytes
+        < fusedckpt.report(ConvNet(1), x).saved_bytes
+    )
 
 
-class Picky(Net):
+class Picky(ConvNet):
     """Raises where a function mode is active."""
 
     def forward(self, x):
@@ -124,7 +128,7 @@ def test_a_compiled_function_is_not_compiled_again():
         frames.append(graph)
         return graph.forward
 
-    class Compiled(Net):
+    class Compiled(ConvNet):
         def forward(self, x):
             return compiled(super().forward(x))
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fusedckpt
 
 
-class Sum(nn.Module):
+class SumOfParts(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).to(DEVICE)
@@ -31,8 +31,8 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("make", [iter, lambda items: (x for x in items), partial(map, Tensor.neg)])
 def test_iterators_start_anew_in_each_step(make: Callable[[list[Tensor]], Any]):
     items = [randn(2, 8), randn(2, 8)]
-    assert fusedckpt.report(Sum(), make(items), make(items)).saved_bytes > 0
-    plan = planned(Sum(), make(items), make(items), policy="all")
+    assert fusedckpt.report(SumOfParts(), make(items), make(items)).saved_bytes > 0
+    plan = planned(SumOfParts(), make(items), make(items), policy="all")
     assert [unit.name for unit in plan.chain.units] == ["layers.0", "layers.1", "layers.2"]
     assert all(x.grad is None for x in items)
 
@@ -41,7 +41,7 @@ def test_one_iterator_twice_is_one():
     both = iter([randn(2, 8) for _ in range(5)])
     # the second argument finds nothing left
     with pytest.raises(StopIteration):
-        fusedckpt.report(Sum(), both, both)
+        fusedckpt.report(SumOfParts(), both, both)
 
 
 def in_closure(optimizers: dict[Any, Any]) -> Callable[[Any], None]:
@@ -73,7 +73,7 @@ HOOKS: list[Callable[[dict[Any, Any]], Any]] = [
 
 @pytest.mark.parametrize("make", HOOKS)
 def test_optimizers_in_hooks_are_refused_first(make):
-    model, x = Sum(), [randn(2, 8)]
+    model, x = SumOfParts(), [randn(2, 8)]
     optimizers = {p: torch.optim.AdamW([p]) for p in model.parameters()}
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(make(optimizers))
@@ -88,7 +88,7 @@ def test_optimizers_in_hooks_are_refused_first(make):
 
 
 def test_other_hooks_are_not_refused():
-    model, x = Sum(), [randn(2, 8)]
+    model, x = SumOfParts(), [randn(2, 8)]
     norms = list[Tensor]()
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: norms.append(p.grad.norm()))

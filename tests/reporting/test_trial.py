@@ -14,7 +14,7 @@ from fusedckpt.reporting import trial as trials
 from fusedckpt.reporting.trial import Copies, aliased, trial
 
 
-class Noisy(nn.Module):
+class ChangesEverything(nn.Module):
     """Everything that a step changes without being asked to."""
 
     def __init__(self):
@@ -39,7 +39,7 @@ class Noisy(nn.Module):
 
 def noisy():
     """Return a model in the middle of its training: some gradients, others None."""
-    model = Noisy().to(DEVICE)
+    model = ChangesEverything().to(DEVICE)
     model(randn(16, 8)).square().sum().backward()
     model.train()
     del model.activation
