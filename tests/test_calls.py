@@ -66,6 +66,10 @@ def swapped(module: nn.Module, **options: Any) -> nn.Module:
     return model[0]
 
 
+def mlp_layers() -> list[nn.Module]:
+    return [nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)]
+
+
 def layers() -> dict[str, Callable[[Tensor], Tensor]]:
     norm = fusedckpt.RMSNorm(D)
     mlp = swapped(SwiGLU(D, HIDDEN))
@@ -82,9 +86,8 @@ def layers() -> dict[str, Callable[[Tensor], Tensor]]:
             x, classes, target
         ),
         "a swapped norm": swapped(nn.RMSNorm(D)),
-        "a swapped MLP": swapped(
-            nn.Sequential(nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D))
-        ),
+        "a swapped MLP": swapped(nn.Sequential(*mlp_layers())),
+        "a swapped MLP with a norm": swapped(nn.Sequential(nn.LayerNorm(D), *mlp_layers())),
         "a swapped gated MLP": mlp,
         "a swapped gated MLP in a checkpoint": lambda x: fusedckpt.checkpoint(mlp, x),
         "a swapped attention": swapped(SeparateAttention()),
@@ -103,7 +106,8 @@ CALLS: dict[str, tuple[int, int]] = {
     "GatedMLP": (26, 22),
     "functional.linear_cross_entropy": (31, 24),
     "a swapped norm": (23, 25),
-    "a swapped MLP": (69, 23),
+    "a swapped MLP": (27, 23),
+    "a swapped MLP with a norm": (31, 31),
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (87, 33),
     "an MLP in a block": (115, 35),

@@ -7,7 +7,7 @@ itself or by its class.
 from __future__ import annotations
 
 from types import BuiltinFunctionType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,35 @@ def _called_by(kind: type[nn.Module]) -> tuple[dict[str, Any], str, Any]:
 
 # a library may assign another one to its name, too
 _CALLED = {kind: _called_by(kind) for kind in _LETTERS}
+
+
+# the attributes that a letter, or the options of a call, are read from
+_OPTION_NAMES = ("activation", "normalized_shape", "eps", "offset", "cast")
+
+
+class ChildClass(NamedTuple):
+    """A class of children that have a letter, as long as torch is as it was."""
+
+    kind: type[nn.Module]
+    # its forward
+    forward: Any
+    # the function of torch that this calls: its namespace, its name there, and itself
+    namespace: dict[str, Any]
+    name: str
+    function: Any
+
+
+def class_of(layer: Any) -> ChildClass | None:
+    """Return the class of a child, None where no child of that class has a letter."""
+    kind = type(layer)
+    return ChildClass(kind, _FORWARDS[kind], *_CALLED[kind]) if kind in _LETTERS else None
+
+
+def options_of(layer: Any) -> tuple[tuple[str, Any], ...]:
+    """Return the attributes, with their values, that the letter of a child depends on."""
+    states = (act.module_state for act in ACTIVATIONS.values() if act.module is type(layer))
+    names = dict.fromkeys((*_OPTION_NAMES, *(name for state in states for name in state)))
+    return tuple((name, getattr(layer, name)) for name in names if name in vars(layer))
 
 
 def letter_of(layer: Any) -> str:

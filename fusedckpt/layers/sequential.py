@@ -1,10 +1,17 @@
-"""nn.Sequential that fuses runs of its layers; the layers stay as they are."""
+"""nn.Sequential that fuses runs of its layers; the layers stay as they are.
+
+The layers are cut into runs in the first call. A later call compares each layer with the one that
+was cut, in one loop, and cuts anew where one has changed.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import arguments, dispatch, levels
@@ -16,7 +23,8 @@ from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.children import letter_of, spec_of
+from fusedckpt.layers.children import ChildClass, class_of, letter_of, options_of, spec_of
+from fusedckpt.layers.norm import is_patched
 from fusedckpt.layers.notes import NO_NOTES, NOTES
 
 # the linears by the run that they are of
@@ -39,7 +47,7 @@ class Sequential(nn.Sequential):
 
         x -> dropout(F.linear(dropout(act(F.linear(norm(x), ...))), ...)), or a part of that
 
-    Arguments, children and state_dict are nn.Sequential's. Every call looks for runs: [norm,]
+    Arguments, children and state_dict are nn.Sequential's. Its runs are [norm,]
     linear, activation, [dropout,] linear[, dropout] (`functional.mlp`); linear, activation
     (`linear_act`); norm, linear (`norm_linear`). nn.Identity between these layers is skipped, and a
     run may begin or end within an nn.Sequential inside. A dropout of a run draws by a seed, of
@@ -99,17 +107,15 @@ class Sequential(nn.Sequential):
         """Pass the input through all layers."""
         if dispatch.is_traced(input) or nn.Sequential.forward is not _SEQUENTIAL_FORWARD:
             return super().forward(input)
-        levels.check("Sequential", self.save, LEVELS_OF["mlp"])
-        for run in runs(self):
-            layers = list(run.layers.values())
-            if run.kind != "layer":
+        planned_runs, layers = _runs_now(self)
+        for run in planned_runs:
+            if run.options is not None:
                 if dispatch.are_plain(input):
-                    options = self.save, self.chunks, self.__dict__.get(NOTES, NO_NOTES).store
-                    input = _computed(run.kind, layers, input, *options)
+                    input = _computed(run, run.options, layers, input)
                     continue
                 fallbacks.note_fallback(self, fallbacks.fallback_of(input))
-            for layer in layers:
-                input = layer(input)
+            for place in run.places:
+                input = layers[place](input)
         return input
 
 
@@ -204,42 +210,221 @@ def _linear_after(letters: str, linear: int) -> int:
     return after if letters.startswith("l", after) else 0
 
 
-def _computed(
-    kind: str, layers: list[Any], x: Tensor, save: str, chunks: int | None, store: str | None
-) -> Tensor:
-    """Compute the layers of a run in one call."""
-    by_letter: dict[str, list[Any]] = {}
-    for layer in layers:
-        by_letter.setdefault(letter_of(layer), []).append(layer)
+class _Settings(NamedTuple):
+    """How a Sequential computes its runs."""
+
+    save: str
+    chunks: int | None
+    # how it keeps its input, None for as it is
+    store: str | None
+
+
+class _PlannedRun(NamedTuple):
+    """A run, with all that a call needs of it but for the tensors and the rates of now."""
+
+    # of its layers, among the layers of all runs
+    places: Sequence[int]
+    # those of its call, None for a layer that is called as it is
+    options: LinearOptions | None
+    # the place of its norm, None without one
+    norm: int | None = None
+    # those of its linears
+    linears: Sequence[int] = ()
+    # of the dropout before the last linear, None without one
+    dropout: int | None = None
+    # of the dropout after it
+    output_dropout: int | None = None
+
+
+def _plan(layer_runs: Sequence[LayerRun], settings: _Settings) -> list[_PlannedRun]:
+    """Plan the runs of a Sequential."""
+    planned_runs = []
+    start = 0
+    for run in layer_runs:
+        planned_runs.append(_planned(run, start, settings))
+        start += len(run.layers)
+    return planned_runs
+
+
+def _planned(run: LayerRun, start: int, settings: _Settings) -> _PlannedRun:
+    """Plan a run; start: the place of its first layer."""
+    layers = list(run.layers.values())
+    places = [start + number for number in range(len(layers))]
+    if run.kind == "layer":
+        return _PlannedRun(places, None)
+    by_letter: dict[str, list[int]] = {"n": [], "a": [], "d": [], "l": []}
+    for number, layer in enumerate(layers):
+        by_letter.setdefault(letter_of(layer), []).append(number)
     linears = by_letter["l"]
-    norms = by_letter.get("n")
-    acts = by_letter.get("a")
-    dropout, output_dropout = _rates(layers)
-    norm, kinds, tensors = split_norm(spec_of(norms[0]) if norms else None)
+    norms = [layers[number] for number in by_letter["n"]]
+    acts = [layers[number] for number in by_letter["a"]]
+    norm, kinds, _ = split_norm(spec_of(norms[0]) if norms else None)
+    before = [start + number for number in by_letter["d"] if number < linears[-1]]
+    after = [start + number for number in by_letter["d"] if number > linears[-1]]
     options = LinearOptions(
-        "Sequential" if norms else kind,
+        "Sequential" if norms else run.kind,
         "Sequential",
-        Linears(_LINEARS[kind]),
+        Linears(_LINEARS[run.kind]),
         activation_name_of(acts[0]) if acts else None,
         norm,
         kinds,
         normalized_shape=norms[0].normalized_shape if norms else None,
-        default=save if acts else "inputs",
-        chunks=chunks,
-        dropout=dropout,
-        output_dropout=output_dropout,
-        store=store,
+        default=settings.save if acts else "inputs",
+        chunks=settings.chunks,
+        store=settings.store,
     )
-    y = run_layer(options, x, tensors, [(linear.weight, linear.bias) for linear in linears])
+    return _PlannedRun(
+        places,
+        options,
+        start + by_letter["n"][0] if norms else None,
+        [start + number for number in linears],
+        before[0] if before else None,
+        after[0] if after else None,
+    )
+
+
+def _computed(run: _PlannedRun, options: LinearOptions, layers: Sequence[Any], x: Tensor) -> Tensor:
+    """Compute the layers of a run in one call."""
+    if run.dropout is not None and layers[run.dropout].training:
+        options = options._replace(dropout=layers[run.dropout].p)
+    if run.output_dropout is not None and layers[run.output_dropout].training:
+        options = options._replace(output_dropout=layers[run.output_dropout].p)
+    tensors: tuple[Any, ...] = ()
+    if run.norm is not None:
+        norm = layers[run.norm]
+        tensors = norm.weight, norm.bias if isinstance(norm, nn.LayerNorm) else None
+    linears = [(layers[place].weight, layers[place].bias) for place in run.linears]
+    y = run_layer(options, x, tensors, linears)
     return y[0] if isinstance(y, tuple) else y
 
 
-def _rates(layers: list[Any]) -> tuple[float, float]:
-    """Return the probabilities of the dropouts before and after the last linear, as set now."""
-    before = 0.0
-    after = 0.0
-    for place, layer in enumerate(layers):
-        if isinstance(layer, nn.Dropout) and layer.training:
-            is_last = not any(isinstance(m, nn.Linear) for m in layers[place:])
-            before, after = (before, layer.p) if is_last else (layer.p, after)
-    return before, after
+class _CutLayer(NamedTuple):
+    """A layer that a cut depends on."""
+
+    # the number of the Sequential that has it, among all layers; -1 for the one that is cut
+    owner: int
+    # its name there
+    name: str
+    kind: type
+    # see `letter_of`
+    letter: str
+    # attributes and their values
+    options: tuple[tuple[str, Any], ...]
+    # of a Sequential that is looked into, the names of its layers
+    names: list[str] | None
+    # whether it would be in a run, or be looked into, but for a hook, its weights or its options
+    is_out: bool
+
+
+class _Cut:
+    """The runs of a Sequential, and the state for which they hold.
+
+    It has names and constants, and no layer. A call reads the layers that are there now, and
+    compares them with those that were cut.
+    """
+
+    def __init__(self, parent: nn.Sequential, layer_runs: list[LayerRun], settings: _Settings):
+        self.settings = settings
+        self.runs = _plan(layer_runs, settings)
+        self.names = [*parent._modules]
+        self._layers: list[_CutLayer] = []
+        self._classes: dict[type, ChildClass] = {}
+        numbers = self._add_layers(parent, -1)
+        # of the layers of the runs, in their order
+        self._numbers = [numbers[name] for run in layer_runs for name in run.layers]
+
+    def _add_layers(self, parent: nn.Sequential, owner: int) -> dict[str, int]:
+        """Add the layers of a Sequential, and of those inside; return their numbers by name."""
+        numbers: dict[str, int] = {}
+        for name, layer in parent._modules.items():
+            numbers[name] = number = len(self._layers)
+            letter = letter_of(layer)
+            child_class = class_of(layer)
+            names = None
+            options: tuple[tuple[str, Any], ...] = ()
+            if letter != "-" and child_class is not None:
+                self._classes[child_class.kind] = child_class
+                options = options_of(layer)
+            is_out = _is_left_out(layer)
+            if _is_sequential(layer) and not is_out:
+                names = [*layer._modules]
+                if isinstance(layer, Sequential):
+                    options = ("save", layer.save), ("chunks", layer.chunks)
+            kind = type(layer)
+            self._layers.append(_CutLayer(owner, name, kind, letter, options, names, is_out))
+            if names is not None:
+                inside = self._add_layers(layer, number)  # type: ignore[arg-type]  # a Sequential
+                numbers |= {f"{name}.{inner}": n for inner, n in inside.items()}
+        return numbers
+
+    def layers_now(self, parent: nn.Sequential) -> list[Any] | None:
+        """Return the layers of the runs as they are now, None where the runs may be others."""
+        if [*parent._modules] != self.names:
+            return None
+        for kind, forward, namespace, name, function in self._classes.values():
+            if kind.forward is not forward or namespace[name] is not function:
+                return None
+        # the Sequential that is cut comes last, where its number -1 finds it
+        layers: list[Any] = [None] * len(self._layers) + [parent]
+        known: list[Any] = []
+        tensors: list[Any] = []
+        for number, row in enumerate(self._layers):
+            owner, name, kind, letter, options, names, is_out = row
+            layers[number] = layer = layers[owner]._modules.get(name)
+            if type(layer) is not kind or (names is not None and [*layer._modules] != names):
+                return None
+            for attribute, value in options:
+                now = getattr(layer, attribute, None)
+                if now is not value and not (type(now) is type(value) and now == value):
+                    return None
+            if is_out and not _is_left_out(layer):
+                return None
+            if names is not None:
+                known.append(layer)
+            elif letter != "-":
+                known.append(layer)
+                tensors += layer._parameters.values()
+                if letter == "n" and NOTES in layer.__dict__ and is_patched(layer):
+                    return None
+                if letter == "d" and not (isinstance(layer.p, (int, float)) and 0 <= layer.p <= 1):
+                    return None
+        if has_hooks(*known) or not dispatch.are_plain(*tensors):
+            return None
+        return [layers[number] for number in self._numbers]
+
+
+def _is_sequential(layer: Any) -> TypeGuard[nn.Sequential]:
+    return type(layer) in (nn.Sequential, Sequential)
+
+
+def _is_left_out(layer: Any) -> bool:
+    """Whether a layer is in no run, and is not looked into, for a reason that may end."""
+    if _is_sequential(layer):
+        return has_hooks(layer)
+    return class_of(layer) is not None and letter_of(layer) == "-"
+
+
+# of Sequentials that were called
+_CUTS = weakref.WeakKeyDictionary[nn.Sequential, _Cut]()
+
+
+def _runs_now(parent: Sequential) -> tuple[list[_PlannedRun], list[Any]]:
+    """Return the runs of a Sequential, and the layers of all of them.
+
+    They are cut in the first call, and again where a layer has changed.
+    """
+    store = parent.__dict__.get(NOTES, NO_NOTES).store
+    settings = _Settings(parent.save, parent.chunks, store)
+    is_compiling = torch.compiler.is_compiling()
+    cut = None if is_compiling else _CUTS.get(parent)
+    if cut is not None and all(map(is_, settings, cut.settings)):
+        layers = cut.layers_now(parent)
+        if layers is not None:
+            return cut.runs, layers
+    levels.check("Sequential", settings.save, LEVELS_OF["mlp"])
+    layer_runs = runs(parent)
+    layers = [layer for run in layer_runs for layer in run.layers.values()]
+    if is_compiling:
+        return _plan(layer_runs, settings), layers
+    cut = _CUTS[parent] = _Cut(parent, layer_runs, settings)
+    return cut.runs, layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import weakref
 from collections import OrderedDict
 
 import pytest
@@ -16,6 +18,7 @@ from zoo import Doubled
 import fusedckpt
 from fusedckpt import Sequential, reference
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers import sequential as sequential_file
 from fusedckpt.layers.sequential import runs
 from fusedckpt.memory import saved_tensors
 
@@ -450,6 +453,129 @@ def test_child_replaced_after_construction():
     model.to(DEVICE, torch.float64)
     assert kinds(model) == "linear_act layer"
     assert_as_torch(model)
+
+
+def in_pieces() -> Sequential:
+    first, act, last = mlp()
+    return sequential(nn.LayerNorm(D), nn.Sequential(first, act), nn.Dropout(0.0), last)
+
+
+def give_our_norm(model: Sequential) -> None:
+    norm = fusedckpt.RMSNorm(D, offset=1.0).to(DEVICE, torch.float64)
+    model[0] = norm
+    model(rows())
+    norm.offset = 0.5
+
+
+def give_settings_inside(model: Sequential) -> None:
+    model[1] = Sequential(*model[1])
+    model(rows())
+    model[1].save = "preact"
+
+
+# of a Sequential in pieces that was called before
+CHANGES = {
+    "an epsilon": lambda model: setattr(model[0], "eps", 0.5),
+    "an offset": give_our_norm,
+    "a form of an activation": lambda model: setattr(model[1][1], "approximate", "tanh"),
+    "a form of no name": lambda model: setattr(model[1], "1", nn.LeakyReLU(0.3)),
+    "a class": lambda model: setattr(model[3], "__class__", type("Own", (nn.Linear,), {})),
+    "a rate": lambda model: setattr(model[2], "p", 1.5),
+    "a layer inside": lambda model: model[1].append(nn.Tanh()),
+    "a layer": lambda model: model.append(nn.Tanh()),
+    "no layer": lambda model: model.__delitem__(slice(3, 4)),
+    "a name": lambda model: model._modules.update(last=model._modules.pop("0")),
+    "a hook": lambda model: model[1][0].register_forward_hook(lambda *_: None),
+    "a hook around": lambda model: model[1].register_forward_hook(lambda *_: None),
+    "a forward": lambda model: setattr(model[1][0], "forward", torch.nn.Identity()),
+    "a level": lambda model: setattr(model, "save", "preact"),
+    "chunks": lambda model: setattr(model, "chunks", 2),
+    "settings inside": give_settings_inside,
+}
+
+
+def assert_planned_as_new(model: Sequential) -> None:
+    planned, _ = sequential_file._runs_now(model)
+    settings = sequential_file._Settings(model.save, model.chunks, None)
+    assert planned == sequential_file._plan(runs(model), settings)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_first_call(change):
+    """The runs are those of a Sequential that was never called."""
+    model, x = in_pieces(), rows()
+    model(x)
+    CHANGES[change](model)
+    assert_planned_as_new(model)
+    if change == "a rate":
+        return
+    new = copy.deepcopy(model)
+    torch.testing.assert_close(model(x), new(x), rtol=0, atol=0)
+    assert saved_bytes(model, [x]) == saved_bytes(new, [x])
+    if change != "a name":
+        assert_as_torch(model, x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.GELU, nn.LayerNorm])
+def test_a_class_patched_after_the_first_call(kind, monkeypatch):
+    model, x, forward = in_pieces(), rows(), kind.forward
+    expected = model(x)
+    monkeypatch.setattr(kind, "forward", lambda self, x: forward(self, x) * 2)
+    assert_as_torch(model, x)
+    monkeypatch.undo()
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_function_patched_after_the_first_call(monkeypatch):
+    model, x, gelu = in_pieces(), rows(), nn.functional.gelu
+    model(x)
+    monkeypatch.setattr(nn.functional, "gelu", lambda *args, **kwargs: gelu(*args, **kwargs) * 2)
+    assert_as_torch(model, x)
+
+
+def test_a_swapped_norm_patched_after_the_first_call(monkeypatch):
+    model = nn.Sequential(nn.RMSNorm(D), nn.Linear(D, F)).to(DEVICE, torch.float64)
+    x, forward = rows(), nn.RMSNorm.forward
+    fusedckpt.fuse(model)
+    expected = model(x)
+    assert type(model[0]) is fusedckpt.RMSNorm
+    bias = model[1].bias
+    monkeypatch.setattr(nn.RMSNorm, "forward", lambda self, x: forward(self, x) * 2)
+    torch.testing.assert_close(model(x), (expected - bias) * 2 + bias)
+
+
+def test_a_weight_of_a_class_after_the_first_call():
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    model, x = in_pieces(), rows()
+    expected = model(x)
+    model[3].weight = nn.Parameter(model[3].weight.detach().as_subclass(Own))
+    torch.testing.assert_close(model(x).as_subclass(torch.Tensor), expected)
+    assert_planned_as_new(model)
+    assert kinds(model) != "mlp"
+
+
+def test_a_layer_joins_a_run_once_its_hook_is_gone():
+    model, x = in_pieces(), rows()
+    handles = [layer.register_forward_hook(lambda *_: None) for layer in (model[1], model[3])]
+    saved = saved_bytes(model, [x])
+    for handle in handles:
+        handle.remove()
+    assert saved_bytes(model, [x]) == 8 * len(x) * D < saved
+
+
+def test_a_call_keeps_no_layer_alive():
+    model = in_pieces()
+    model(rows())
+    layer = weakref.ref(model[3])
+    model[3] = nn.Linear(F, D).to(DEVICE, torch.float64)
+    assert layer() is None
+    whole = weakref.ref(model)
+    del model
+    assert whole() is None
 
 
 @pytest.mark.parametrize("save", ["inputs", "preact"])
