@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -23,16 +23,15 @@ from fusedckpt.fusing.fused_mlps import (
     FusedFeedForward,
     FusedTail,
     Tail,
+    chunk_words,
     level_or_inputs,
     rates_above_zero,
 )
 from fusedckpt.fusing.match_mlps import (
-    SwappedRun,
     feed_forward_of,
     lora_swap,
     mlp_swap,
     recomputed_swap,
-    swapped_runs,
 )
 from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.norms import norm_swap
@@ -40,10 +39,11 @@ from fusedckpt.fusing.outside_reads import is_simple
 from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
+from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers.children import letter_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import notes_of
-from fusedckpt.layers.sequential import Sequential
+from fusedckpt.layers.sequential import Sequential, fused_runs
 
 
 class Matcher:
@@ -350,6 +350,38 @@ def _kinds_to_try(module: nn.Module) -> tuple[str, ...]:
 def _overrides_calls(kind: type[nn.Sequential]) -> bool:
     """Whether a subclass of nn.Sequential may not call its layers one after the other."""
     return (kind.forward, kind.__iter__) != (nn.Sequential.forward, nn.Sequential.__iter__)
+
+
+class SwappedRun(NamedTuple):
+    """Neighbors in a Sequential that are fused together."""
+
+    # its layers, by their names in the Sequential
+    layers: dict[str, Any]
+    # the swap of a Sequential that has only these
+    swap: Swap
+
+
+def swapped_runs(
+    parent: nn.Sequential, save: str, chunks: int | None = None
+) -> dict[str, SwappedRun]:
+    """Return the runs of a Sequential that can be fused.
+
+    A run has its linear's name in reports, as its norm may be swapped too.
+    """
+    swapped = {}
+    for name, run in fused_runs(parent).items():
+        layer_names = [
+            activation_name_of(layer) or f"nn.{type(layer).__name__}"
+            for layer in run.layers.values()
+        ]
+        kind = "mlp" if run.kind == "mlp" else "linear"
+        change = f"{' + '.join(layer_names)} -> {run.kind}"
+        change += f" ({chunk_words(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
+        attributes = {"save": save, "chunks": chunks}
+        features = (run.layers[name].in_features,)
+        swap = Swap(kind, change, Sequential, attributes, features=features, can_shrink=True)
+        swapped[name] = SwappedRun(run.layers, swap)
+    return swapped
 
 
 def _entered(parent: nn.Sequential, found_runs: Iterable[SwappedRun]) -> Iterator[nn.Module]:

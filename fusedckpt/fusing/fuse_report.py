@@ -22,12 +22,11 @@ from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.private import local_of
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.fused_mlps import rates_above_zero
-from fusedckpt.fusing.match_mlps import swapped_runs
 from fusedckpt.fusing.swap import Part, original_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import CHECKPOINT, IN_ORDER, RECIPES, NotFused
 from fusedckpt.layers.notes import has_note, notes_of
-from fusedckpt.layers.sequential import Sequential
+from fusedckpt.layers.sequential import Sequential, fused_runs
 from fusedckpt.memory import SavedStorage
 
 # the attribute of a model with recipes: why its last call saved none
@@ -298,8 +297,8 @@ def reason_now(module: nn.Module, inner: str) -> NotFused | None:
         return reasons.of_call(module, note)
     if not isinstance(module, Sequential):
         return None
-    # a Sequential finds its blocks anew in every call
-    if inner in swapped_runs(module, module.save):
+    # a Sequential cuts its layers anew where one has changed
+    if inner in fused_runs(module):
         return None
     return dict(reasons.linears_apart(module)).get(inner, NotFused("apart now", inner))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,9 +46,8 @@ from fusedckpt.fusing.recording import (
 )
 from fusedckpt.fusing.replica import Path, rates_of, takes_one, undisturbed
 from fusedckpt.fusing.swap import Swap, subclass
-from fusedckpt.kernels.activations import ACTIVATIONS, activation_name_of
+from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
-from fusedckpt.layers.sequential import Sequential, runs
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8
@@ -452,38 +451,3 @@ def _is_dropped(node: Node) -> bool:
         return False
     factor = node.inputs[1]
     return factor.kind == "scalar" and factor.name == "zeros"
-
-
-class SwappedRun(NamedTuple):
-    """Neighbors in a Sequential that are fused together."""
-
-    # its layers, by their names in the Sequential
-    layers: dict[str, Any]
-    # the swap of a Sequential that has only these
-    swap: Swap
-
-
-def swapped_runs(
-    parent: nn.Sequential, save: str, chunks: int | None = None
-) -> dict[str, SwappedRun]:
-    """Return the runs of a Sequential that can be fused.
-
-    A run has its linear's name in reports, as its norm may be swapped too.
-    """
-    swapped = {}
-    for run in runs(parent):
-        if run.kind == "layer":
-            continue
-        name, linear = next((n, m) for n, m in run.layers.items() if isinstance(m, nn.Linear))
-        layer_names = [
-            activation_name_of(layer) or f"nn.{type(layer).__name__}"
-            for layer in run.layers.values()
-        ]
-        kind = "mlp" if run.kind == "mlp" else "linear"
-        change = f"{' + '.join(layer_names)} -> {run.kind}"
-        change += f" ({chunk_words(chunks)[0]})" if chunks is not None and kind == "mlp" else ""
-        attributes = {"save": save, "chunks": chunks}
-        features = (linear.in_features,)
-        swap = Swap(kind, change, Sequential, attributes, features=features, can_shrink=True)
-        swapped[name] = SwappedRun(run.layers, swap)
-    return swapped

@@ -41,6 +41,11 @@ class LayerRun(NamedTuple):
     # by name; names of layers in nested Sequentials have dots
     layers: dict[str, Any]
 
+    @property
+    def linear(self) -> str:
+        """Return the name of its first linear, by which reports name the run."""
+        return next(name for name, layer in self.layers.items() if isinstance(layer, nn.Linear))
+
 
 class Sequential(nn.Sequential):
     """nn.Sequential that runs norm, linear, activation, linear fused, saving only their input.
@@ -81,14 +86,13 @@ class Sequential(nn.Sequential):
     @property
     def save_levels(self) -> tuple[str, ...] | None:
         """Return the levels that it offers to a plan, None where it fuses no run."""
-        return LEVELS_OF["mlp"] if any(run.kind != "layer" for run in runs(self)) else None
+        return LEVELS_OF["mlp"] if fused_runs(self) else None
 
     def extra_repr(self) -> str:
         """Say which layers are fused, and their save level."""
         runs_now = [
             f"{next(iter(run.layers))}-{next(reversed(run.layers))} as {run.kind}"
-            for run in runs(self)
-            if run.kind != "layer"
+            for run in fused_runs(self).values()
         ]
         more = "" if self.chunks is None else f", chunks={self.chunks}"
         return f"save={self.save}{more}, fused: {', '.join(runs_now) or 'nothing'}"
@@ -131,6 +135,11 @@ def runs(parent: nn.Sequential) -> list[LayerRun]:
         opened = [name for name in fragments if any(_is_border_in(name, names) for names in blocks)]
         layer_runs = _cut(_layers_of(parent, opened))
     return layer_runs
+
+
+def fused_runs(parent: nn.Sequential) -> dict[str, LayerRun]:
+    """Return the runs that are fused, by the names of their first linears."""
+    return {run.linear: run for run in runs(parent) if run.kind != "layer"}
 
 
 def _is_fragment(child: Any, parent: nn.Sequential) -> bool:
