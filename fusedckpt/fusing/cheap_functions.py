@@ -2,16 +2,21 @@
 
 A cheap function costs a few operations for each element; GEMMs, convolutions and
 attention never run again. Random functions do not either, but for dropout by its random state.
+`obstacle_of_recipes` says why none may save recipes in a call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fusedckpt.autograd import phases, private, tracker
+from fusedckpt.autograd.dispatch import is_traced
 
 # by name, of torch, its functional module and Tensor; pointwise ones also with an underscore.
 # Those of the first table save no tensor for backward
@@ -110,7 +115,24 @@ _NAMED = [
 _INHERITED = frozenset(_named_in(Tensor.__base__)) - frozenset(vars(Tensor))
 
 
-def is_any_replaced() -> bool:
+def obstacle_of_recipes(args: Sequence[Any]) -> str | None:
+    """Return why functions may not save recipes in this call, None if they may."""
+    if not torch.is_grad_enabled():
+        return "it ran without gradients"
+    if private.are_transforms_active() or is_traced(args[0] if args else None):
+        return "it was traced or transformed"
+    if private.num_function_modes() and tracker.has_foreign_modes():
+        return "a TorchFunctionMode of other code was active"
+    if _is_any_replaced():
+        return "other code replaced functions of torch"
+    if tracker.active() is not None:
+        return "it ran inside another model with recipes"
+    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
+        return "saved-tensor hooks of other code were active"
+    return None
+
+
+def _is_any_replaced() -> bool:
     """Whether other code has replaced a function by its name since.
 
     torch hands a mode the function that has the name now, which would call itself once more.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import phases, private, tracker
-from fusedckpt.autograd.dispatch import is_traced
+from fusedckpt.autograd import private
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import KERNELS
-from fusedckpt.autograd.tracker import Tracker, active, tracking
+from fusedckpt.autograd.tracker import Tracker, tracking
 from fusedckpt.fusing import recipe_kernels, recipe_mode
-from fusedckpt.fusing.cheap_functions import is_any_replaced
+from fusedckpt.fusing.cheap_functions import obstacle_of_recipes
 from fusedckpt.fusing.mixers import shared_in_copies
 from fusedckpt.fusing.recipe_mode import RecipeMode
 from fusedckpt.fusing.replica import undisturbed
@@ -101,23 +100,6 @@ def find_recipe_model(model: nn.Module, search: Search) -> None:
             return
     new_class = subclass(WithRecipes, type(model))
     search.swaps.append((model, Swap("recipes", "", new_class, notes=without_obstacle)))
-
-
-def obstacle_of_recipes(args: Sequence[Any]) -> str | None:
-    """Return why functions may not save recipes in this call, None if they may."""
-    if not torch.is_grad_enabled():
-        return "it ran without gradients"
-    if private.are_transforms_active() or is_traced(args[0] if args else None):
-        return "it was traced or transformed"
-    if private.num_function_modes() and tracker.has_foreign_modes():
-        return "a TorchFunctionMode of other code was active"
-    if is_any_replaced():
-        return "other code replaced functions of torch"
-    if active() is not None:
-        return "it ran inside another model with recipes"
-    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
-        return "saved-tensor hooks of other code were active"
-    return None
 
 
 def has_recipes(model: nn.Module) -> bool:

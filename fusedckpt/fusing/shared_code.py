@@ -20,9 +20,8 @@ from torch import nn
 from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, outside_mode, tracking
-from fusedckpt.fusing.cheap_functions import KINDS
+from fusedckpt.fusing.cheap_functions import KINDS, obstacle_of_recipes
 from fusedckpt.fusing.recipe_mode import RecipeMode
-from fusedckpt.fusing.recipe_models import obstacle_of_recipes
 from fusedckpt.fusing.swap import refuse_script
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 
