@@ -412,9 +412,9 @@ def _computed_in(module: nn.Module, notes: dict[str, Any]) -> list[nn.Module]:
 def tail_of(parent: nn.Sequential) -> tuple[Tail, nn.Sequential] | None:
     """Return the layers from one linear to the next and its dropout, also as a module of their own.
 
-    `layers/sequential.py` knows the classes of torch's layers alone; a gating or activation of
-    another class shows where the layers of the MLP are recorded by themselves. None where they are
-    all layers, or a linear is not one of two.
+    `layers/sequential.py` knows only the classes of torch's layers; a gating or activation of
+    another class is found by recording the MLP's layers without the others. None where they are all
+    layers, or a linear is not one of two.
     """
     names = tuple(parent._modules)
     layers = list(parent._modules.values())

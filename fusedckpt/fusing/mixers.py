@@ -11,8 +11,8 @@ model runs. It shares the parameters and nothing else, so the forward changes no
 The tensors that autograd would save are counted, and not kept. Without a batch the first training
 step is observed, see `first_step`. This finds
 
-- the innermost modules with weights that run where a function of attention or of a mixer is called,
-  whatever code calls it;
+- the innermost modules with weights in which a function of attention or of a mixer is called, by
+  any code;
 - those whose own operations save more than MOST_TIMES_OUTPUT times their inputs and their result,
   if a second run of them gives the same.
 """
