@@ -17,7 +17,7 @@ While `fuse` runs (fuser.py):
       | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
       |                        state outside of the module that its code writes is put back
       |                        (outside_state.py)
-      | match_mlps.py          recognizes products and the activation between them; of a
+      |                        An MLP shows by its products and the activation between them; of a
       |                        norm the rules are proposed that may give its numbers
       v
     match                      the function of ours that it computes, its parameters, and guards

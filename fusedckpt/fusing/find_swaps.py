@@ -299,33 +299,48 @@ class SwapFinder:
             for name, run in found_runs.items()
             if self.search.has(join_names(prefix, name), run.swap.kind)
         }
-        # one run that cannot be fused, or is not asked for, leaves all runs as they are
-        obstacle = reasons.of_storage(parent) or reasons.of_swap(parent, attributes, fused)
-        if obstacle is None and _overrides_calls(type(parent)):
-            obstacle = NotFused("sequential")
-        if obstacle is None and len(asked) < len(found_runs):
-            obstacle = NotFused("neighbor")
-        parts: dict[str, Part] = {}
-        for name, run in asked.items():
-            if obstacle is not None:
-                break
-            swap = self.matcher.verified(nn.Sequential(*run.layers.values()), run.swap)
-            if isinstance(swap, NotFused):
-                obstacle = swap
-            else:
-                parts[name] = swap.parts[""]
-        for name, run in asked.items():
-            full_name = join_names(prefix, name)
-            if obstacle is not None:
-                self.report.leave(full_name, run.swap.kind, obstacle, type(parent).__name__)
-            else:
-                self.report.swap(full_name, parts[name])
-        if obstacle is not None or not asked:
+        parts = self._parts_of_runs(parent, attributes, found_runs, asked)
+        if isinstance(parts, NotFused):
+            for name, run in asked.items():
+                full_name = join_names(prefix, name)
+                self.report.leave(full_name, run.swap.kind, parts, type(parent).__name__)
+            return None
+        for name, part in parts.items():
+            self.report.swap(join_names(prefix, name), part)
+        if not parts:
             return None
         self.search.inside.update(_entered(parent, asked.values()))
         is_plain = type(parent) is nn.Sequential
         new_class = Sequential if is_plain else subclass(Sequential, type(parent))
         return Swap("mlp", "", new_class, attributes, parts=parts)
+
+    def _parts_of_runs(
+        self,
+        parent: nn.Sequential,
+        attributes: dict[str, Any],
+        found_runs: dict[str, SwappedRun],
+        asked: dict[str, SwappedRun],
+    ) -> dict[str, Part] | NotFused:
+        """Return the parts of the runs that are asked for, by name.
+
+        One run that cannot be fused, or is not asked for, leaves all runs as they are: then the
+        reason is returned.
+        """
+        fused = [layer for run in found_runs.values() for layer in run.layers.values()]
+        obstacle = reasons.of_storage(parent) or reasons.of_swap(parent, attributes, fused)
+        if obstacle is not None:
+            return obstacle
+        if _overrides_calls(type(parent)):
+            return NotFused("sequential")
+        if len(asked) < len(found_runs):
+            return NotFused("neighbor")
+        parts = {}
+        for name, run in asked.items():
+            swap = self.matcher.verified(nn.Sequential(*run.layers.values()), run.swap)
+            if isinstance(swap, NotFused):
+                return swap
+            parts[name] = swap.parts[""]
+        return parts
 
     def _report_linears_apart(
         self, prefix: str, parent: nn.Sequential, fused: list[nn.Module]
