@@ -60,6 +60,10 @@ JOBS: dict[str, tuple[str, set[str]]] = {
             *("reporting/trial.py", "state/rng.py"),
         },
     ),
+    "judge results by the error rule": (
+        r"\bErrors\(",
+        {"fusing/verification.py"},
+    ),
     "decide how a call runs": (
         r"dispatch\.decide\((?!.*\.\.\.)\w",
         {"blocks/layer_function.py"},
