@@ -29,7 +29,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class MLP(nn.Module):
-    """fc2(act(fc1(x))), the activation a function."""
+    """fc2(gelu(fc1(x)))."""
 
     def __init__(self, d: int, f: int, *, bias: bool = True, out: int | None = None):
         super().__init__()
@@ -88,9 +88,9 @@ class SwiGLU(nn.Module):
 class GatedMLP(SwiGLU):
     """Llama's MLP with a module for its activation, as transformers has it."""
 
-    def __init__(self, d: int, f: int, *, bias: bool = False, act: nn.Module | None = None):
-        super().__init__(d, f, bias=bias)
-        self.act_fn = act or nn.SiLU()
+    def __init__(self, d: int, f: int):
+        super().__init__(d, f)
+        self.act_fn = nn.SiLU()
 
     def hidden(self, x):
         return self.act_fn(self.gate_proj(x)) * self.up_proj(x)
@@ -297,12 +297,12 @@ class Line(nn.Module):
 class Lambda(nn.Module):
     """A function as a module."""
 
-    def __init__(self, function: Callable[..., Any]):
+    def __init__(self, function: Callable[[Tensor], Any]):
         super().__init__()
         self.function = function
 
-    def forward(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
+    def forward(self, x):
+        return self.function(x)
 
 
 class Checkpointed(nn.Module):
