@@ -29,6 +29,7 @@ GATHERED_ROWS = "rows"
 MODULE = "module"
 LINEAR = "linear"
 ACTIVATION = "activation"
+CHANNELS = "channels"
 
 # returns the source of a tensor, given that and the parameters that were put with it; None where
 # the tensors that it is made from are gone. It holds no tensor
@@ -129,12 +130,14 @@ def _forget(known: Known) -> None:
     known.maker = None
 
 
-def view_of(y: Any, *makers: str) -> View | None:
+def view_of(y: Any, *makers: str, is_behind: bool = False) -> View | None:
     """Return how to read a result of one of some makers; None if it has to be saved.
 
     It has to be if it was written since, as were parameters of its maker, or has hooks: these may
     free or replace the parameters before backward reaches the maker. FSDP2 frees those of a unit
     after its forward, and hooks the results of the unit, but a view of one hides its hooks.
+
+    is_behind: see `next_call.note`.
     """
     if not isinstance(y, Tensor):
         return None
@@ -170,7 +173,7 @@ def view_of(y: Any, *makers: str) -> View | None:
         # the same one for all readers, as long as there is one
         row.made = weakref.ref(source)
     view = View(source, row.place, y.shape, y.stride(), y.storage_offset())
-    row.at, is_next = next_call.note(row.at)
+    row.at, is_next = next_call.note(row.at, is_behind=is_behind)
     if not is_next:
         view.check = check_of(source, y)
     return view

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import dis
 import sys
+from functools import partial
 from types import CodeType
 from typing import NamedTuple
+
+from torch import nn
 
 # modules between the code of a model and ours
 _BETWEEN = "torch.nn.modules.module", "torch.autograd.function", "torch._ops"
@@ -25,6 +28,8 @@ _QUIET = frozenset(
 # by the number of a code, that and the pairs of places that were looked at
 _paths: dict[int, tuple[CodeType, dict[tuple[int, int], bool]]] = {}
 _MOST_CODES = 4096
+# it calls its layers in a loop
+_SEQUENTIAL = nn.Sequential.forward.__code__
 
 
 class CallSite(NamedTuple):
@@ -37,17 +42,25 @@ class CallSite(NamedTuple):
     code: CodeType
 
 
+# a record without a call of Python's
+_site = partial(tuple.__new__, CallSite)
+
+
 class _Last:
     """The place of the last call of ours: a note from before another call proves nothing."""
 
     place: CallSite | None = None
 
 
-def note(before: CallSite | None = None) -> tuple[CallSite | None, bool]:
+def note(
+    before: CallSite | None = None, *, is_behind: bool = False
+) -> tuple[CallSite | None, bool]:
     """Note a call of ours that runs no code of the model.
 
     Returns its place in that code, None with hooks, and whether it is the next call after the one
     at a place before, and no other code has run between.
+
+    is_behind: whether an nn.Sequential calls another layer of ours right before this one.
     """
     frame = sys._getframe(1)
     place = None
@@ -58,7 +71,7 @@ def note(before: CallSite | None = None) -> tuple[CallSite | None, bool]:
             is_between = name.startswith("fusedckpt.") or name in _BETWEEN
             _is_between[name] = is_between
         if not is_between:
-            place = CallSite(id(frame), frame.f_lasti, frame.f_code)
+            place = _site((id(frame), frame.f_lasti, frame.f_code))
             break
         if frame.f_code.co_name == "inner":
             # of a module that calls hooks
@@ -66,10 +79,12 @@ def note(before: CallSite | None = None) -> tuple[CallSite | None, bool]:
         frame = frame.f_back
     last = _Last.place
     _Last.place = place
-    if place is None or before is None or last is None or place.at <= last.at:
+    if place is None or before is None or last is None:
         return place, False
     if not place.frame == last.frame == before.frame or last.at != before.at:
         return place, False
+    if place.at <= last.at:
+        return place, is_behind and place.at == last.at and place.code is _SEQUENTIAL
     # by its number, as a code's hash takes longer
     known = _paths.get(id(place.code))
     if known is None:

@@ -343,8 +343,33 @@ make_saved: Callable[..., Any] = _probe("_C._autograd._make_saved_tensor", Saved
 raw_saved: Callable[[Any], Any] = _probe(
     "_C._FunctionBase._raw_saved_tensors.__get__", lambda node: ()
 )
+# the process groups. Without it each process is taken for one of several
+_GROUPS: Any = _probe("distributed.distributed_c10d._pg_map", (None,))
 # the packed tensors of torch's own nodes are attributes of names that begin so
 _SAVED = "_raw_saved_"
+
+
+def has_ranks() -> bool:
+    """Whether this process is one of several that train together."""
+    return bool(_GROUPS)
+
+
+def is_sum(node: Any) -> bool:
+    """Whether a node is that of a sum of two tensors, perhaps with a factor."""
+    return node.__class__.__name__ == "AddBackward0"
+
+
+def parts_of_sum(node: Any) -> tuple[Any, ...]:
+    """Return the nodes of the two tensors of a sum, () where one has a factor."""
+    if getattr(node, "_saved_alpha", None) != 1:
+        return ()
+    (first, _), (second, _) = node.next_functions
+    return first, second
+
+
+def saved_of_norm(node: Any) -> tuple[Tensor, bool]:
+    """Return the input that a norm's node has saved, and whether it read batch statistics."""
+    return node._saved_input, getattr(node, "_saved_training", False)
 
 
 def saved_by(node: Any) -> list[Any]:
@@ -354,7 +379,7 @@ def saved_by(node: Any) -> list[Any]:
             saved: Any = raw_saved(node)
         else:
             saved = []
-            for name in _names_of_saved(type(node)):
+            for name in names_of_saved(type(node)):
                 value = getattr(node, name)
                 saved += value if isinstance(value, (list, tuple)) else [value]
         return [part.data for part in saved if part is not None]
@@ -364,7 +389,8 @@ def saved_by(node: Any) -> list[Any]:
 
 
 @cache
-def _names_of_saved(kind: type) -> tuple[str, ...]:
+def names_of_saved(kind: type) -> tuple[str, ...]:
+    """Return the attributes by which a class of torch's nodes has its packed tensors."""
     return tuple([name for name in dir(kind) if name.startswith(_SAVED)])
 
 

@@ -38,6 +38,7 @@ import operator
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -140,6 +141,7 @@ class Made:
         "layouts",
         "name",
         "num_readers",
+        "result",
     )
 
     def __init__(
@@ -172,6 +174,8 @@ class Made:
         self.num_readers = 0
         self._left = 0
         self._values: Sequence[Tensor] | None = None
+        # returns the one result itself, where other code keeps it as it was
+        self.result: Callable[[], Tensor | None] = NoneType
 
     def add_reader(self, count: Count) -> None:
         """Count a reader; the first one makes this a reader of its inputs."""
@@ -195,7 +199,9 @@ class Made:
         """Return a result; it stays for the readers that are left in this backward."""
         values = self._values
         if values is None:
-            values = list(map(_laid_out, self._run(), self.layouts))
+            result = self.result()
+            results = self._run() if result is None else [result]
+            values = list(map(_laid_out, results, self.layouts))
         self._left -= 1
         if self._left > 0 and backward_id() != -1:
             if self._values is None:
@@ -375,7 +381,8 @@ def saving_recipes(
     dtype = x.dtype
 
     def pack(tensor: Tensor) -> View | Leaf:
-        if key_of(tensor) == key and tensor.dtype == dtype:
+        # `key_of`, without a call
+        if storage_key(tensor.untyped_storage()) == key and tensor.dtype == dtype:
             view.source.add_reader(count)
             saved = view_in(view.source, tensor, view.place)
             # code of the model may have run since the layer was called

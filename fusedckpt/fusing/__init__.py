@@ -46,6 +46,8 @@ In each call of a swapped module (Swapped in swap.py):
         computes a causal model's loss from the input of its output embedding
     shared_layers.py
         runs the original, which saves a recipe of its input
+    shared_channels.py
+        the same of layers of convolutional nets, by the recipes of the layers before them
     recipe_models.py
         lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
         dropouts.py, recipe_kernels.py)

@@ -42,8 +42,10 @@ from fusedckpt.fusing.mixers import (
     recomputing_swap,
     repeat_alike,
 )
+from fusedckpt.fusing.recipe_models import gain_of_call
 from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.shared_channels import SharedChannels
 from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.swap import Original, Swap, made_of, original_of, subclass, undo
 from fusedckpt.layers import fallbacks
@@ -124,7 +126,9 @@ def find_waiting(model: nn.Module, search: Search, former: Collection[str] = ())
     """
     undecided = {name: search.has(name, "attention") for name in _names_of_undecided(search)}
     names = {name: None for name, is_asked in undecided.items() if is_asked or name in former}
-    if not names:
+    has_channels = any(issubclass(swap.new_class, SharedChannels) for _, swap in search.swaps)
+    if not (names or has_channels):
+        # of a net of channels the call tells what recipes would bring
         return
     waiting = Waiting(search.save, search.report, names, search.store)
     inside = set[nn.Module]()
@@ -310,6 +314,8 @@ def _call(module: nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) ->
     if ranks is not None:
         observer.agree(ranks)
     observer.end()
+    if not place.name:
+        place.waiting.report.gain[:] = [gain_of_call(module, args, kwargs)]
     return y
 
 
@@ -532,6 +538,8 @@ class _StepObserver(RunObserver):
     def agree(self, ranks: private.Ranks) -> None:
         """Decide as all ranks do: one that leaves a module leaves it on all of them."""
         names = [*self._names.items()]
+        if not names:
+            return
         mine = [
             _code(self._decided.get(module)) if module in self._decided else 0
             for module, _ in names

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -61,6 +61,11 @@ class FuseReport:
     shared: dict[str, str] = field(default_factory=dict, compare=False)
     # how attention and mixers were found, where `fuse` was given a batch
     notes: list[str] = field(default_factory=list, compare=False)
+    # after the first training step: the line on what recipes would bring, or a function that
+    # measures it when the report is printed
+    gain: list[Callable[[], str | None] | str | None] = field(
+        default_factory=list, compare=False, repr=False
+    )
     # how many modules of each class the model has, by the class's name
     seen: dict[str, int] = field(default_factory=dict, compare=False)
     # a weak reference to the model, if it is not a report that was copied
@@ -108,7 +113,7 @@ class FuseReport:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy in another process has no model to look at
-        return {**self.__dict__, "_model": []}
+        return {**self.__dict__, "_model": [], "gain": []}
 
     def swap(self, name: str, part: Part) -> None:
         """Add a module that is swapped, though it may have been left as another kind."""
@@ -162,7 +167,7 @@ class FuseReport:
         own = {name: (nbytes, 0) for name, nbytes in self.own_bytes.items() if name in left}
         lines += [f"  left {line}" for line in _grouped(left, own, "{:,} bytes saved")]
         lines += [f"  {line}" for line in self._undecided()]
-        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for note in [*self.notes, *self._gain()]]
         return "\n".join([*lines, *self._unfused(), *self._hint()])
 
     def _advice(self, reason: NotFused, undecided: NotFused | None) -> str:
@@ -177,6 +182,17 @@ class FuseReport:
         if reason.remedy == IN_ORDER and has_recipes:
             return f"{reason}; {CHECKPOINT}"
         return _advised(reason)
+
+    def _gain(self) -> Iterator[str]:
+        """Yield the line on what recipes would bring to the first training call."""
+        model = self._model_now()
+        if not self.gain or model is None or has_note(model, RECIPES_OBSTACLE):
+            return
+        gain = self.gain[0]
+        if gain is not None and not isinstance(gain, str):
+            gain = self.gain[0] = gain()
+        if gain is not None:
+            yield gain
 
     def _undecided(self) -> Iterator[str]:
         """Yield lines on the modules that wait for their first training call."""

@@ -64,7 +64,10 @@ def fuse(
       other levels those with norms of queries and keys also save their linears' outputs;
     - mixers: modules that call a scan (transformers' kernels, fla, mamba_ssm, a function that
       `region(fn, "scan")` returned) or causal_conv1d. At level "inputs" they save their input, and
-      the scan's result.
+      the scan's result;
+    - convolutions, batch and group norms, activations, dropouts and average pools of torch's, and
+      sums of two of their results: they save recipes of results that the layers before them make
+      again, if these have 256 KiB or more.
 
     A module gets a subclass of its class, or fusedckpt's class for one of torch's. A call that was
     not proven equal (another dtype, a child replaced or hooked since) runs the original forward.

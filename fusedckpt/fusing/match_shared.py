@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -22,6 +23,15 @@ from fusedckpt.fusing.reasons import (
 from fusedckpt.fusing.recording import is_activation
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
+from fusedckpt.fusing.shared_channels import (
+    SharedChannelActivation,
+    SharedChannelDropout,
+    SharedChannelNorm,
+    SharedChannels,
+    SharedInputActivation,
+    SharedPool,
+    channels_class_of,
+)
 from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.shared_layers import (
     SharedActivation,
@@ -46,7 +56,9 @@ def find_shared(search: Search) -> None:
         _note_readers(swaps)
         _add_code(search, seen, swaps)
     swaps = _with_sources(search, swaps)
-    if not any(issubclass(s.new_class, (SharedProduct, SharedNorm)) for s in swaps.values()):
+    if not any(
+        issubclass(s.new_class, (SharedProduct, SharedNorm, SharedChannels)) for s in swaps.values()
+    ):
         return
     report.shared.update((name, _change(modules[name], swap)) for name, swap in swaps.items())
     for name in [n for n in report.left if n in modules and _is_shared(n, search, swaps)]:
@@ -71,15 +83,20 @@ def _computed_elsewhere(search: Search) -> set[nn.Module]:
 def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
     """Return the swaps of layers that may save a recipe of their input, by name."""
     swaps: dict[str, Swap] = {}
+    channels = _layers_of_channels(search)
+    behind = _behind(search, channels)
     for name, module in search.modules.items():
         if module in seen or module._modules or not search.may_share(name):
             continue
-        ours = _shared(module)
-        if ours is None or (ours is SharedNorm and not search.has(name, "norm")):
+        ours = channels.get(name) or _shared(module)
+        is_norm = ours in (SharedNorm, SharedChannelNorm)
+        if ours is None or (is_norm and not search.has(name, "norm")):
             continue
-        if search.save != "inputs" and ours in (SharedCheap, SharedNorm):
+        if search.save != "inputs" and issubclass(ours, (SharedCheap, SharedNorm, SharedChannels)):
             continue
-        notes = {"save": search.save} if ours is SharedLinear else {}
+        notes: dict[str, Any] = {"save": search.save} if ours is SharedLinear else {}
+        if issubclass(ours, SharedChannels):
+            notes["is_behind"] = module in behind
         swaps[name] = Swap("linear", "", subclass(ours, type(module)), notes=notes)
     return swaps
 
@@ -129,8 +146,10 @@ def _change(module: nn.Module, swap: Swap) -> str:
     name = type(module).__name__
     if issubclass(swap.new_class, SharedCode):
         return f"{name} -> functions of its linears' results run again"
-    if issubclass(swap.new_class, SharedNorm):
+    if issubclass(swap.new_class, (SharedNorm, SharedChannelNorm)):
         return f"{name} -> saves its input"
+    if issubclass(swap.new_class, SharedChannels):
+        return f"{name} -> saves the input of the layers before it"
     return f"{name} -> saves the input of a norm or linear before it"
 
 
@@ -144,6 +163,7 @@ def _with_sources(search: Search, swaps: Mapping[str, Swap]) -> dict[str, Swap]:
         for name, swap in swaps.items()
         if name in places
         or _parent(name) in places
+        or issubclass(swap.new_class, SharedChannels)
         or (has_norms and not issubclass(swap.new_class, SharedCheap))
     }
 
@@ -196,7 +216,8 @@ def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
     kind = shared[name].new_class if name in shared else nn.Module
     if issubclass(kind, SharedReader):
         return True
-    if issubclass(kind, (SharedNorm, SharedCode)) and reason in ("other norm", "rule", "beside"):
+    ours = SharedNorm, SharedChannelNorm, SharedCode
+    if issubclass(kind, ours) and reason in ("other norm", "rule", "beside"):
         return True
     children = (join_names(name, child) for child, _ in search.modules[name].named_children())
     kinds = [shared[child].new_class for child in children if child in shared]
@@ -206,13 +227,7 @@ def _is_shared(name: str, search: Search, shared: Mapping[str, Swap]) -> bool:
 
 def _shared(module: nn.Module) -> type[nn.Module] | None:
     """Return our class of a layer that may read a recipe, None for other modules."""
-    if (
-        "forward" in vars(module)
-        or original_of(module) is not None
-        or reasons.of_storage(module) is not None
-    ):
-        return None
-    if not dispatch.are_plain(*module._parameters.values()):
+    if not _is_swappable(module):
         return None
     if type(module).forward is dispatch.own_forward(nn.Linear):
         return SharedLinear
@@ -226,6 +241,57 @@ def _shared(module: nn.Module) -> type[nn.Module] | None:
     if isinstance(module, nn.Dropout):
         return SharedCheap
     return _of_vectors(module)
+
+
+def _is_swappable(module: nn.Module) -> bool:
+    """Whether a layer has its class's forward, and plain parameters that may be looked at."""
+    if "forward" in vars(module) or original_of(module) is not None:
+        return False
+    if reasons.of_storage(module) is not None:
+        return False
+    return dispatch.are_plain(*module._parameters.values())
+
+
+def _layers_of_channels(search: Search) -> dict[str, type[SharedChannels]]:
+    """Return our classes of layers of channels, by name: of activations those beside others."""
+    known: dict[str, type[SharedChannels]] = {}
+    for name, module in search.modules.items():
+        ours = channels_class_of(module) if search.may_share(name) else None
+        if ours is not None and _is_swappable(module):
+            known[name] = ours
+    beside = (SharedChannelActivation, SharedChannelDropout)
+    places = set[str]()
+    for name, ours in known.items():
+        if not issubclass(ours, beside):
+            parts = name.split(".")
+            places.update(".".join(parts[:count]) for count in range(len(parts)))
+    layers = {
+        name: ours
+        for name, ours in known.items()
+        if not issubclass(ours, beside) or _parent(name) in places
+    }
+    # a ReLU alone saves what its readers save
+    makers = SharedChannelNorm, SharedInputActivation, SharedPool
+    has_maker = any(issubclass(ours, makers) for ours in layers.values())
+    return layers if has_maker and len(layers) > 1 else {}
+
+
+def _behind(search: Search, channels: Mapping[str, type[SharedChannels]]) -> set[nn.Module]:
+    """Return the layers of channels that are only called behind another one in an nn.Sequential."""
+    places = Counter[nn.Module]()
+    behind = Counter[nn.Module]()
+    ours = {search.modules[name] for name in channels}
+    for module in search.modules.values():
+        layers = [child for child in module._modules.values() if child is not None]
+        places.update(layers)
+        is_behind = False
+        is_sequence = isinstance(module, nn.Sequential) and not isinstance(module, ScriptModule)
+        for layer in layers if is_sequence else ():
+            behind[layer] += is_behind
+            # one that returns its input tells nothing of the layers before it
+            is_transparent = isinstance(layer, (nn.Dropout, nn.Dropout2d, nn.Identity))
+            is_behind = is_behind if is_transparent else layer in ours
+    return {layer for layer, count in behind.items() if count == places[layer]}
 
 
 def _of_vectors(module: nn.Module) -> type[nn.Module] | None:

@@ -225,9 +225,7 @@ class RecipeMode(TorchFunctionMode):
         """Run batch norm; its recipe leaves the running statistics as they are."""
         args = input, running_mean, running_var, weight, bias, training, momentum, eps
         y, saved = self._run(F.batch_norm, args, {})
-        if training:
-            args = input, None, None, *args[3:]
-        again, tensors = replay_of(F.batch_norm, args, {})
+        again, tensors = replay_of(F.batch_norm, batch_norm_again(*args), {})
         if training:
             tensors += _statistics(F.batch_norm, input, 0, inputs, saved)
         self._note(again, tensors, y, saved)
@@ -282,6 +280,31 @@ class RecipeMode(TorchFunctionMode):
         masked = partial(dropouts.masked, 1 / (1 - p))
         self._note(masked, [input, mask], y, saved, name="dropout")
         return y
+
+
+def batch_norm_again(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, ...]:
+    """Return the arguments with which batch norm runs again, and leaves running statistics.
+
+    Those of evaluation are copies, as a later forward in training writes them without a version.
+    """
+    statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
+    if training:
+        if weight is None and running_mean is not None and running_mean.dtype != input.dtype:
+            # batch statistics have the dtype of these vectors
+            weight = torch.ones_like(running_mean)
+        statistics = None, None
+    else:
+        statistics = tuple(t if t is None else t.clone() for t in statistics)
+    return input, *statistics, weight, bias, training, momentum, eps
 
 
 def _is_large(parts: Sequence[Any], floor: int) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,6 +135,49 @@ def gain_on_batch(model: nn.Module, args: Any, kwargs: Any) -> str | None:
         return None
     finally:
         states.restore()
+    return None if now is None or after is None else words_of_gain(now, after)
+
+
+# leaves of arguments that a report may keep
+_PLAIN_LEAVES = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+
+
+def gain_of_call(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], str | None] | None:
+    """Return a function of the line on what recipes would bring to calls like this one.
+
+    It holds neither the model nor a tensor; None for arguments that may hold some, and under
+    autocast, which meta tensors do not know.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    is_plain = all(isinstance(x, (Tensor, *_PLAIN_LEAVES)) for x in leaves)
+    if private.is_any_autocast_on() or not is_plain:
+        return None
+    leaves = [_as_meta(x) if isinstance(x, Tensor) else x for x in leaves]
+    return partial(_gain_by_shapes, weakref.ref(model), pytree.tree_unflatten(leaves, spec))
+
+
+def _as_meta(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+
+
+def _gain_by_shapes(reference: weakref.ref[nn.Module], call: tuple[Any, Any]) -> str | None:
+    """Return the line on what recipes would bring: a copy of the model runs on meta tensors."""
+    model = reference()
+    if model is None:
+        return None
+    args, kwargs = call
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    memo.update({id(b): torch.empty_like(b, device="meta") for b in model.buffers()})
+    try:
+        copied = copy.deepcopy(model, memo)
+        held = [*copied.parameters(), *copied.buffers()]
+        held += [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        after = _saved_by(copied, args, kwargs, held, recipes=True)
+        now = None if after is None else _saved_by(copied, args, kwargs, held)
+    except Exception:  # arbitrary code of others; a report claims nothing then
+        return None
     return None if now is None or after is None else words_of_gain(now, after)
 
 

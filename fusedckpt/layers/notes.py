@@ -41,6 +41,8 @@ class ModuleNotes:
     readers: str = ""
     # whether the code of a layer calls functions of its linears' results
     shares_code: bool = False
+    # whether an nn.Sequential calls another layer of channels right before this one
+    is_behind: bool = False
     # why the last call of a model saved no recipes, None if it did
     recipes_obstacle: Any = None
     # the place in its model of a module that waits for its first training call

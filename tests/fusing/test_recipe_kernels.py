@@ -150,6 +150,40 @@ def test_a_graph_that_is_kept_launches_the_same_again(name, launched):
     assert all(map(torch.equal, first, second))
 
 
+def test_layers_alone_launch_the_same(launched):
+    """Without recipes of all functions, batch and group norms, sums and activations of layers."""
+
+    class LayersAlone(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2, self.conv3 = (nn.Conv2d(C, C, 3, padding=1) for _ in range(3))
+            self.bn1, self.bn2, self.norm = nn.BatchNorm2d(C), nn.BatchNorm2d(C), nn.GroupNorm(4, C)
+            self.relu, self.silu = nn.ReLU(inplace=True), nn.SiLU()
+
+        def forward(self, x):
+            x = self.relu(self.bn1(self.conv1(x)))
+            y = self.bn2(self.conv2(x))
+            y += x
+            return self.conv3(self.silu(self.norm(self.conv1(self.relu(y)))))
+
+    errors: list[Errors] = []
+    for _ in range(4):
+        eager, x = LayersAlone().to(DEVICE), image().to(DEVICE)
+        ours, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
+        fusedckpt.fuse(ours)
+        launched.clear()
+        with forced_path(None):
+            saved, found = step(ours, x)
+        assert launched == ["channel_norm"] * 3
+        was, theirs = step(eager, x)
+        _, truth = step(exact, x.double())
+        assert saved < was
+        errors = errors or [Errors(t.dtype) for t in found]
+        for error, *tensors in zip(errors, found, theirs, truth, strict=True):
+            error.add(*tensors)
+    assert [error.problem() for error in errors] == [None] * len(errors)
+
+
 def test_an_option_that_no_kernel_has_runs_as_ever(launched):
     class OddConvolutions(nn.Module):
         def __init__(self):
