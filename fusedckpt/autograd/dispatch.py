@@ -123,6 +123,15 @@ def is_traced(x: Any) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
+    # `is_recorded`, without a call
+    if private.is_tracing():
+        return True
+    has_modes = private.num_dispatch_modes() or private.num_function_modes()
+    return bool(has_modes) and get_proxy_mode() is not None
+
+
+def is_recorded() -> bool:
+    """Whether jit.trace or make_fx write down the ops of a call that no compiler traces."""
     if private.is_tracing():
         return True
     # make_fx pushes a mode of either kind; its own look-up takes six calls

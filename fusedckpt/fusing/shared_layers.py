@@ -48,6 +48,7 @@ from fusedckpt.layers.notes import ModuleNotes
 # in place of a result: the layer's own forward runs
 _OWN = object()
 _LINEAR = dispatch.own_function(F, "linear")
+_LINEAR_FORWARD = dispatch.own_forward(nn.Linear)
 
 
 def shared_view_of(x: Any, *makers: str) -> View | None:
@@ -93,6 +94,8 @@ def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = Fa
     # of rows that lie apart, such as those of class tokens, no product saves a copy
     if x.dim() != 2 and not x.is_contiguous():
         return run()
+    if private.top_hooks() is None:
+        return recipes.saving_recipes(view, x, run, None, samples=samples)
     return with_own_hooks(partial(recipes.saving_recipes, view, x, run, samples=samples), run)
 
 
@@ -129,7 +132,7 @@ class Shared(nn.Module):
         then calls itself. That saves those of a linear whose input is not contiguous.
         """
         view = index.view_of(x, NORM, *self._fusedckpt_reads)
-        if view is None or dispatch.is_traced(x):
+        if view is None or dispatch.is_recorded():
             return _OWN
         if is_followed and not (x.is_contiguous() or self._copies(x)):
             return _OWN
@@ -174,10 +177,12 @@ class SharedProduct(Shared):
         return forward(x) if view is None else self._with_recipe(x, view, forward)
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
-        dtype = autocast_dtype(x.device)
-        # as autocast does, on a tensor that is known
-        cast = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
-        view = recipes.cast(view, x, cast)
+        dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
+        cast = x
+        if dtype is not None and x.dtype != torch.float64:
+            # as autocast does, on a tensor that is known
+            cast = x.to(dtype)
+            view = recipes.cast(view, x, cast)
         if not cast.is_contiguous() and self._copies(cast):
             cast = cast.contiguous()
             view = recipes.copied(view, cast)
@@ -214,8 +219,9 @@ class SharedLinear(SharedProduct):
             layout = view.place, view.size, view.stride, view.offset
             source = weakref.ref(view.source), view.check
             self._note(y, partial(_recipe_of_linear, source, layout, y.dtype))
-            if self._fusedckpt.readers == "code" and "linear" not in functions_of(view.source):
-                self._let_know(active(), y)
+            tracker = active() if self._fusedckpt.readers == "code" else None
+            if tracker is not None and "linear" not in functions_of(view.source):
+                self._let_know(tracker, y)
         return y
 
     def lets_readers_compute(self, x: Any) -> bool:
@@ -282,7 +288,7 @@ class SharedLinear(SharedProduct):
         if self._parameters.get("weight") is None or dispatch.has_hooks(self):
             return False
         # another one may be assigned since, to the class or to torch
-        is_own = getattr(forward, "__func__", None) is dispatch.own_forward(nn.Linear)
+        is_own = getattr(forward, "__func__", None) is _LINEAR_FORWARD is nn.Linear.forward
         return is_own and F.linear is _LINEAR
 
     def _let_know(self, tracker: Tracker | None, y: Tensor) -> None:
