@@ -67,6 +67,7 @@ def properties_of(card: Card) -> SimpleNamespace:
 def played(card: Card) -> Iterator[None]:
     """Let torch.cuda and inductor find a card inside that does not exist."""
     from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses import fake_tensor
 
     properties = properties_of(card)
     capability = properties.major, properties.minor
@@ -95,6 +96,9 @@ def played(card: Card) -> Iterator[None]:
             stack.enter_context(patch.object(CudaInterface, name, staticmethod(_answers(value))))
         stream = patch.object(torch._C, "_cuda_getCurrentRawStream", _answers(0), create=True)
         stack.enter_context(stream)
+        # some releases of torch that are built with CUDA make a tensor there
+        context = patch.object(fake_tensor, "init_gpu_context", _answers(None), create=True)
+        stack.enter_context(context)
         yield
 
 
