@@ -109,10 +109,10 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped MLP": (27, 23),
     "a swapped MLP with a norm": (31, 31),
     "a swapped gated MLP": (29, 22),
-    "a swapped gated MLP in a checkpoint": (87, 33),
-    "an MLP in a block": (115, 35),
-    "an MLP of functions in a block": (144, 64),
-    "a swapped attention": (231, 232),
+    "a swapped gated MLP in a checkpoint": (89, 33),
+    "an MLP in a block": (108, 35),
+    "an MLP of functions in a block": (143, 64),
+    "a swapped attention": (236, 207),
 }
 
 

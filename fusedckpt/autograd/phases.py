@@ -258,6 +258,14 @@ def only_count(hooks: Hooks | None) -> bool:
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
+def moved_by(hooks: Hooks | None) -> int | None:
+    """Return the storage of tensors that come back through hooks elsewhere in memory.
+
+    0 for none, as without hooks; None for any: hooks of other code may copy all tensors.
+    """
+    return 0 if hooks is None else getattr(hooks[0], "moved", None)
+
+
 def fitting(products: Tensors, product_metas: ProductMetas) -> list[Tensor | None]:
     """Return the products, None for one that selective checkpointing did not recompute."""
     return [

@@ -393,6 +393,8 @@ def saving_recipes(
             count(tensor)
         return Leaf(tensor)
 
+    # for a checkpoint inside: of the storage of which tensors come back elsewhere in memory
+    pack.moved = key  # type: ignore[attr-defined]
     with saved_tensors_hooks(pack, unpack):
         return run()
 

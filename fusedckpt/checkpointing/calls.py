@@ -115,6 +115,20 @@ class LateArgument(Argument):
         return super().tensor(made)
 
 
+class HeldArgument(Argument):
+    """An argument that is held as it is: a tensor in a container, which holds it anyway."""
+
+    def __init__(self, tensor: Tensor):
+        self.dtype = tensor.dtype
+        self.storage = storage_of(tensor)
+        self.layout = layout_of(tensor) if self.storage else None
+        self._versioned = Versioned(tensor)
+
+    def tensor(self, made: dict[Any, Any] | None = None) -> Any:
+        """Return the tensor; raise where it was written in place since."""
+        return self._versioned.read()[0]
+
+
 class LeafSource:
     """Where a saved tensor comes from that is a parameter, another leaf, or a view of one."""
 
@@ -271,8 +285,8 @@ class Call:
                 inside = [*objects_in(value)]
                 objects += inside
                 inner += [x for x in inside if isinstance(x, Tensor)]
-        # the tensors in containers, which are no Arguments
-        self.inner = Versioned(*inner) if inner else None
+        # the tensors in containers
+        self.inner = [HeldArgument(tensor) for tensor in inner]
         self.surroundings = Surroundings(objects, *options[:2])
         # those that the call may write; None for none
         self.buffers = written_buffers(fn, (x for x in objects if not isinstance(x, Tensor)))

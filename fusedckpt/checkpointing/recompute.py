@@ -22,7 +22,7 @@ from fusedckpt.autograd.private import uncompiled
 from fusedckpt.autograd.storages import stale
 from fusedckpt.checkpointing import calls
 from fusedckpt.checkpointing.attention import functions_called
-from fusedckpt.checkpointing.calls import Argument, LeafSource, Packed, Trace
+from fusedckpt.checkpointing.calls import Argument, HeldArgument, LeafSource, Packed, Trace
 from fusedckpt.checkpointing.determinism import WatchedRun, same_bits
 from fusedckpt.checkpointing.module_calls import RecomputedCall
 from fusedckpt.checkpointing.regions import CheckpointPhase, RegionCall
@@ -180,10 +180,8 @@ class Recompute(CheckpointPhase):
     def take_over(self, ahead: Recompute) -> None:
         """Take the tensors that another brought back; raise where an argument was written since."""
         for call in self._segment.calls:
-            if call.inner is not None:
-                call.inner.read()
-            for value in call.values:
-                if type(value) in (Argument, RoundedArgument):
+            for value in (*call.inner, *call.values):
+                if type(value) in (Argument, HeldArgument, RoundedArgument):
                     value.check()
         self.values = ahead.values
         self.products = ahead.products
@@ -198,8 +196,8 @@ class Recompute(CheckpointPhase):
         self._leaves = calls.Leaves()
         try:
             for call in segment.calls:
-                if call.inner is not None:
-                    call.inner.read()
+                for argument in call.inner:
+                    argument.check()
             self._run_calls(run)
         except Stop:
             pass

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from fusedckpt.autograd import arguments, phases
+from fusedckpt.autograd import arguments, phases, private
 from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.phases import SavePhase
 from fusedckpt.autograd.private import pytree, uncompiled
-from fusedckpt.autograd.storages import storage_of
+from fusedckpt.autograd.storages import VersionCheck, storage_of
 from fusedckpt.checkpointing.calls import (
     Argument,
     ArgumentSource,
@@ -41,6 +41,8 @@ from fusedckpt.state.rng import RandomStates
 
 # a region that would save more than this many times its output is recomputed
 MOST_TIMES_OUTPUT = 4
+# for errors
+_OUTPUT = "checkpoint: an output of a region"
 # the input of a region without inputs that need a gradient
 _ANCHOR = torch.empty(0, requires_grad=True)
 _STOCK = (
@@ -63,6 +65,8 @@ class RegionCall(NamedTuple):
     spec: Any = None
     # the states of random number generators behind the call
     states: Sequence[RandomStates] = ()
+    # of outputs that hooks of other code hold, whose versions autograd does not check
+    checks: Sequence[VersionCheck] = ()
 
 
 class CheckpointPhase(SavePhase):
@@ -108,6 +112,9 @@ class CheckpointPhase(SavePhase):
     def save_exactly(self, tensor: Tensor) -> Argument:
         """Save a tensor of a region."""
         return Argument(tensor)
+
+    def know_output(self, output: Argument) -> None:
+        """Note a saved output of a region: later saved tensors may be views of it."""
 
     def random_states(self) -> RandomStates | None:
         """Return the states now of the generators that a recompute restores."""
@@ -195,14 +202,23 @@ class _FirstRun(_RegionPhase):
             for packed, tensor, _ in self._provisional:
                 packed.source = ArgumentSource(outermost.save_exactly(tensor))
             saved = [save(x.detach()) if isinstance(x, Tensor) else x for x in leaves]
+            is_hooked = phases.moved_by(private.top_hooks()) is None
+        checks = []
+        for output in outputs if is_hooked else ():
+            if storage_of(output) and not output.is_inference():
+                checks.append(VersionCheck(output, _OUTPUT))
         for phase in checkpoints:
             if phase.late is not None:
                 enclosing = None if phase is outermost else outermost
                 phase.late += [(x, enclosing) for x in saved if isinstance(x, LateArgument)]
+        for output in saved:
+            if isinstance(output, Argument):
+                self._checkpoint.know_output(output)
         self._checkpoint.staying.update(self._places)
         needs = [isinstance(x, Tensor) and x.requires_grad for x in leaves]
         states = [x for phase in checkpoints if (x := phase.random_states()) is not None]
-        return RegionCall(name, self._derived, [*zip(saved, needs, strict=True)], spec, states)
+        leaves = [*zip(saved, needs, strict=True)]
+        return RegionCall(name, self._derived, leaves, spec, states, checks)
 
     def end(self) -> None:
         """Free the inputs: autograd holds a pack hook, and so this, as long as the saved tensor."""
@@ -369,6 +385,8 @@ def _run(
 def _result(region_call: RegionCall, inputs: Sequence[Tensor]) -> Any:
     """Return a region's result in a recompute."""
     outputs = region_call.outputs or ()
+    for check in region_call.checks:
+        check.check()
     leaves = [x.tensor() if isinstance(x, Argument) else x for x, _ in outputs]
     needed = [i for i, (_, needs_grad) in enumerate(outputs) if needs_grad]
     if needed:

@@ -81,11 +81,9 @@ class RepeatCheck(MultiCallSegment):
         """
         (call,) = self.calls
         try:
-            for value in call.values:
+            for value in (*call.inner, *call.values):
                 if isinstance(value, Argument):
                     value.tensor()
-            if call.inner is not None:
-                call.inner.read()
         except RuntimeError:
             return _OVERWRITTEN
         repeat = RepeatCheck(self.module, self.options, self.results)

@@ -29,6 +29,7 @@ from fusedckpt.checkpointing.calls import (
     Argument,
     ArgumentSource,
     Call,
+    HeldArgument,
     LateArgument,
     LeafSource,
     Leaves,
@@ -73,7 +74,7 @@ class Segment(Trace, CheckpointPhase):
 
     def __init__(self, options: Options):
         super().__init__(options)
-        # by storage, while a call runs
+        # by storage, while a call runs: the tensor arguments, and saved outputs of regions
         self._arguments: dict[int, Argument] = {}
         self._leaves = Leaves()
         # while it may turn out that a call writes its arguments, the tensors that it saved
@@ -81,6 +82,8 @@ class Segment(Trace, CheckpointPhase):
         # whether they are saved, and no recompute is for them
         self.is_saved = False
         self.late = []
+        # the storage of arguments that come back elsewhere in memory: 0 for none, None for any
+        self._moved: int | None = 0
         # by the id of the backward that each serves
         self._recomputes: dict[int, Recompute] = {}
         # a recompute that came before its backward
@@ -96,7 +99,8 @@ class Segment(Trace, CheckpointPhase):
         enclosing = phases.current()
         self.enclosing = enclosing
         # a tensor that comes back through hooks is elsewhere in memory
-        self._is_hooked = not private.SEES_HOOKS or private.top_hooks() is not None
+        hooks = private.top_hooks()
+        self._moved = phases.moved_by(hooks)
         # a recompute around may give this one other values to begin with
         compares = not (isinstance(enclosing, CheckpointPhase) and enclosing.may_differ)
         self.may_differ = self.options.rounds or not compares
@@ -105,16 +109,15 @@ class Segment(Trace, CheckpointPhase):
         self.calls.append(call)
         options = self.options
         samples = options.samples or (options.rounds and options.determinism_check == "default")
-        if samples and compares and not may_change(private.top_hooks()):
+        if samples and compares and not may_change(hooks):
             is_late = options.reads_samples_late or options.rounds
             name = name_of(call.fn)
             self.samples = self.samples or Samples(name, is_late, is_rounded=options.rounds)
             self.samples.begin(calls.tensors_among((*args, *kwargs.values())))
         try:
-            # an enclosing checkpoint gives a tensor that it recomputes back once only
-            for value in call.values if enclosing is None and private.SEES_HOOKS else ():
-                if isinstance(value, Argument) and value.storage:
-                    self._arguments[value.storage] = value
+            for value in (*call.inner, *call.values):
+                if isinstance(value, Argument):
+                    self._know(value)
             if enclosing is not None:
                 # where the arguments were all that an enclosing recompute is for
                 enclosing.enter(())
@@ -151,6 +154,18 @@ class Segment(Trace, CheckpointPhase):
         if self.offloaded is not None:
             self.offloaded.segment_ran()
         return output
+
+    def _know(self, argument: Argument) -> None:
+        """Note an argument, or a saved output of a region: views of it need no recompute."""
+        # an enclosing checkpoint gives a tensor that it recomputes back once only
+        if self.enclosing is None and private.SEES_HOOKS and argument.storage:
+            self._arguments[argument.storage] = argument
+
+    def know_output(self, output: Argument) -> None:
+        """Note a saved output of a region, unless another tensor may get its storage meanwhile."""
+        # hooks around, and offloading, hold a copy of it
+        if self._moved is not None and self.offloaded is None:
+            self._know(output)
 
     def save_argument(self, tensor: Tensor) -> Argument:
         """Return an argument that is saved now, as it is or, where the checkpoint rounds, not."""
@@ -252,8 +267,11 @@ class Segment(Trace, CheckpointPhase):
         layout = layout_of(tensor)
         if layout == argument.layout:
             return ArgumentSource(argument)
-        # the whole comes back through any hooks, a view not
-        return None if self._is_hooked else ArgumentSource(argument, layout)
+        # the whole comes back through any hooks, a view not; tensors in containers meet none
+        is_moved = self._moved is None or self._moved == argument.storage
+        if is_moved and type(argument) is not HeldArgument:
+            return None
+        return ArgumentSource(argument, layout)
 
     @uncompiled
     def unpack(self, packed: Packed) -> Tensor:

@@ -36,9 +36,8 @@ def advice_for(calls: Iterable[Call]) -> str:
 def _stateful(call: Call) -> Iterable[str]:
     """Yield descriptions of the arguments that hold tensors which a call can replace."""
     known: set[int] = set()
-    if call.inner is not None:
-        with suppress(RuntimeError):
-            known = {id(tensor) for tensor in call.inner.read()}
+    with suppress(RuntimeError):
+        known = {id(argument.tensor()) for argument in call.inner}
     for name, value in call.named():
         if isinstance(value, Argument) or type(value) in ATOMS:
             continue

@@ -116,7 +116,7 @@ def _grad_inside(x):
 def _other(state, x):
     state.append(0)
     first, second = ("r1", "r2") if len(state) == 1 else ("r2", "r1")
-    return region(torch.exp, second)(region(torch.exp, first)(x.sin())).sin()
+    return (region(torch.exp, second)(region(torch.exp, first)(x.sin())) * 2).sin()
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,72 @@ def test_as_eager(case, outer):
     assert_as_plain(fn, x, w, save_regions="r*")
 
 
+_calls = list[int]()
+
+
+class NotedLinear(nn.Linear):
+    """A linear that notes its calls."""
+
+    def forward(self, x):
+        _calls.append(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["checkpoint", "fuse"])
+def test_a_recompute_ends_with_attention(is_fused):
+    """The layer behind it saves a view of its result, which is saved."""
+    model, x = nn.Sequential(nn.RMSNorm(D), CountedAttention()).to(DEVICE), randn(B, L, D)
+    model[1].out.__class__ = NotedLinear
+    if is_fused:
+        fusedckpt.fuse(model)
+    for _ in range(3):
+        y = model(x) if is_fused else checkpoint(model, x, save_regions="attention")
+        _calls.clear()
+        y.sum().backward()
+        assert not _calls
+
+
+def test_outputs_that_hooks_copy():
+    """Their memory is free for other tensors of the forward."""
+
+    def run(x):
+        for _ in range(3):
+            x = region(lambda a: a.tanh() * 2, "r")(x) * x
+        return x.sin()
+
+    x = randn(16, 16)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        y = checkpoint(run, x, save_regions="r")
+        (dx,) = torch.autograd.grad(y.sum(), [x])
+    assert torch.equal(dx, torch.autograd.grad(run(x).sum(), [x])[0])
+
+
+def test_an_output_that_hooks_hold_is_written():
+    x = randn(4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = checkpoint(lambda x: region(torch.tanh, "r")(x).mul_(2).sin(), x, save_regions="r")
+    with pytest.raises(RuntimeError, match=r"an output of a region .* modified by an inplace"):
+        y.sum().backward()
+
+
+def test_views_of_tensors_in_containers_are_not_recomputed():
+    calls = []
+
+    def scaled(x, pair):
+        calls.append(0)
+        return x * pair[0].unsqueeze(1) + pair[1]
+
+    x, scale, shift = randn(4, 2), randn(2)[None].detach().expand(4, 2)[:, 0], randn(2)
+    pair = scale.contiguous(), shift
+    (dx,) = torch.autograd.grad(checkpoint(scaled, x, pair).sum(), [x])
+    assert torch.equal(dx, pair[0].unsqueeze(1).expand(4, 2))
+    assert len(calls) == 1
+    y = checkpoint(scaled, x, pair)
+    pair[0].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize(("save", "count"), [("preact", 6), ("inputs", 7)])
 def test_a_fused_layer_in_a_region_saves_its_level(save, count):
     """The outputs of two linears, or of the second alone, are not computed again."""
