@@ -221,6 +221,17 @@ def test_largest_sequences_are_the_committed_ones():
     assert rows_below("bench/README.md", "| model | way | 24 GiB | 48 GiB | 80 GiB |") == lines
 
 
+def test_host_times_are_the_committed_ones():
+    lines = []
+    for row in read(ROOT / "bench/results/cpu/host.jsonl"):
+        times = (f"{row[part][0]:.2f}" for part in ("forward_ms", "backward_ms"))
+        lines.append(
+            " | ".join((row["name"], *times, str(row["launches"]), f"{row['break_even']:,}"))
+        )
+    head = "| way | forward, ms | backward, ms | launches | tokens |"
+    assert rows_below("bench/README.md", head) == lines
+
+
 def test_predicted_steps_are_the_committed_ones():
     cards: dict[tuple[str, str], dict[str, Row]] = {}
     for row in read(ROOT / "bench/results/cpu/step.jsonl"):
