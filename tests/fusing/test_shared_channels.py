@@ -266,6 +266,20 @@ def test_part_of_a_sum_that_was_written():
     same(trained(fused(eager), x), trained(eager, x))
 
 
+def test_sum_that_is_written_without_a_version():
+    class WritesSum(SummedConvs):
+        def forward(self, x):
+            h = self.relu(self.bn1(self.conv1(x)))
+            y = self.bn2(self.conv2(h)) + h
+            y.data.mul_(2)
+            return self.conv1(y)
+
+    torch.manual_seed(0)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    with pytest.raises(CheckpointError, match="result of a add, if code writes there without"):
+        trained(fused(WritesSum(False).to(DEVICE)), x, 1)
+
+
 def test_results_that_code_keeps():
     """A result that is alive in backward is read, not made again."""
     _, x = net("batch norm, in place")
