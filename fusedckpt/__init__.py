@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from fusedckpt import functional
 from fusedckpt.autograd.accumulation import accumulate_in_fp32
 from fusedckpt.autograd.levels import saving
-from fusedckpt.blocks.operands import LoRA, NormSpec
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import QuantizedWeight, register_quantized
 from fusedckpt.blocks.shown import explain
 from fusedckpt.checkpointing.entry import checkpoint
@@ -26,7 +26,7 @@ from fusedckpt.layers.head import LinearCrossEntropy, TokenLogprobs
 from fusedckpt.layers.linear import Linear
 from fusedckpt.layers.mlp import MLP, GatedMLP
 from fusedckpt.layers.ms_norm import MSLayerNorm, MSRMSNorm, merge_affine, unmerge_affine
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm import LayerNorm, NormSpec, RMSNorm
 from fusedckpt.layers.norm_linear import NormLinear
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.planning.max_size import MaxSizes, find_max_size

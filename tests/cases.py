@@ -13,7 +13,7 @@ from support import DEVICE, Function, as_tuple
 from torch import Tensor
 
 from fusedckpt import ClampedSwiGLU, functional, reference
-from fusedckpt.blocks.operands import NormSpec
+from fusedckpt.layers.norm import NormSpec
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def folder_of(module: str) -> str:
 
 
 def test_no_circles():
-    assert "fusedckpt.autograd.dispatch" in GRAPH["fusedckpt.blocks.programs"]
+    assert "fusedckpt.autograd.dispatch" in GRAPH["fusedckpt.layers.linear"]
     assert any(module.startswith("fusedckpt.kernels.") for module in GRAPH)
     tuple(TopologicalSorter(GRAPH).static_order())
 

@@ -1,7 +1,6 @@
 """Builds a call's program, step by step, with the layouts of parameters; names its linears.
 
-A layer's `make_call` (programs.py, head.py, experts.py, gated_norm.py) makes a `Builder`, adds
-steps and ends with `build`.
+A layer's `make_call` makes a `Builder`, adds steps and ends with `build`.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 from fusedckpt.autograd.dispatch import Context, Operand
 from fusedckpt.blocks.call import LayerCall, Layout
 from fusedckpt.blocks.operands import LinearNames, LinearParts, flat, with_values
-from fusedckpt.blocks.program import Program, ProgramStep
-from fusedckpt.blocks.steps import Dropout, Gemm, Norm
+from fusedckpt.blocks.program import Op, Program, ProgramStep
+from fusedckpt.blocks.steps import Dropout, Gemm
 
 # the linears of each function; those of norm_linear are numbered
 ONE_LINEAR = (LinearNames("weight", "bias"),)
@@ -129,7 +128,7 @@ class Builder:
         self.steps.append(ProgramStep(op, out, tuple(reads), tuple(params)))
         return out
 
-    def norm(self, op: Norm, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:
+    def norm(self, op: Op, weight: Any, bias: Any, reads: str = "x", out: str = "n") -> str:
         """Add a norm and its parameters."""
         pairs = (("norm.weight", weight), ("norm.bias", bias))
         return self.add(op, out, (reads,), [self.param(k, Layout(1), t) for k, t in pairs])

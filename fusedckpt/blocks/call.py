@@ -15,7 +15,6 @@ from torch import Tensor
 from fusedckpt.autograd.phases import PhaseLevels
 from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
-from fusedckpt.blocks.steps import Norm
 from fusedckpt.blocks.writer import Flags, Schedule
 from fusedckpt.kernels.runtime import as_vector, as_weight
 
@@ -137,7 +136,7 @@ class LayerCall:
         program = self.program
         # whether it may save a norm's input in place of the norm's output, or a stand-in for x
         is_one = len(program.results) == 1
-        begins_with_norm = isinstance(program.steps[0].op, Norm)
+        begins_with_norm = program.steps[0].op.is_norm
         self.shares = is_one and not begins_with_norm
         # whether it is a norm alone
         self.is_norm = is_one and begins_with_norm and len(program.steps) == 1

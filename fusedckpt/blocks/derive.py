@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from fusedckpt.blocks import passes
 from fusedckpt.blocks.program import Gradient, Pass, Program, ProgramStep
-from fusedckpt.blocks.steps import Add, Hidden, Norm
+from fusedckpt.blocks.steps import Add
 from fusedckpt.blocks.writer import Flags, Schedule, Writer, label_of
 
 
@@ -259,7 +259,7 @@ def forward_schedule(program: Program, products: Flags, chunked: bool = False) -
         after = steps[0] if steps and steps[0].reads == (step.out,) else None
         is_sum = isinstance(step.op, Add)
         # one kernel computes x + residual with its norm, or a GEMM with its activation
-        if after and (isinstance(after.op, Norm) if is_sum else _is_fused(after.op)):
+        if after and (after.op.is_norm if is_sum else after.op.takes_gemm):
             steps.pop(0)
             reads = writer.reads(step)
             params = writer.params(step)
@@ -274,7 +274,3 @@ def forward_schedule(program: Program, products: Flags, chunked: bool = False) -
             writer.write_forward(step)
     outputs = [writer.nodes[name] for name in names]
     return writer.compiled(outputs, names, buffers=names if chunked else ())
-
-
-def _is_fused(op: Any) -> bool:
-    return isinstance(op, Hidden) and op.kernel == "fused"

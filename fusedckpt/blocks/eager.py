@@ -1,9 +1,8 @@
-"""The eager reference of every step: plain torch code; our values and gradients match its."""
+"""What the eager references of layers share: plain torch code; kernels match its results."""
 
 from __future__ import annotations
 
 import itertools
-import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +16,6 @@ from fusedckpt.autograd import dispatch, private
 from fusedckpt.blocks.operands import linear_parts_of
 from fusedckpt.kernels import dropout as dropout_kernel
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.kernels.gating import Gating
-from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.runtime import as_matrix
 
 
@@ -112,41 +109,3 @@ def hidden(zs: Sequence[Tensor], activation: str | None) -> Tensor:
     """Return act(z), or act(gate) * up."""
     h = ACTIVATIONS[CANONICAL[activation or "identity"]].eager(zs[0])
     return h * zs[1] if len(zs) > 1 else h
-
-
-def gated(gate: Tensor, up: Tensor, gating: Gating) -> Tensor:
-    """Return act(gate) * up, or a clamped SwiGLU."""
-    if isinstance(gating, str):
-        return hidden([gate, up], gating)
-    alpha, limit, offset, _ = gating
-    gate = gate.clamp(max=limit)
-    up = up.clamp(-limit, limit)
-    return (up + offset) * (gate * torch.sigmoid(gate * alpha))
-
-
-def norm(
-    rule: NormRule | Any, x: Tensor, shape: int | Sequence[int], weight: Any, bias: Any = None
-) -> Tensor:
-    """Return x through the norm that a rule, or a record with its fields, describes.
-
-    Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
-    normalized x before the weight, and its result has the promoted dtype.
-    """
-    shape = (shape,) if isinstance(shape, int) else shape
-    eps = rule.eps
-    if rule.kind == "layer":
-        return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
-    if rule.cast == "torch":
-        scale = weight + rule.offset if weight is not None and rule.offset else weight
-        # on CUDA torch.compile passes a size that it left open to torch's op as an address
-        return F.rms_norm(x, tuple(map(operator.index, shape)), scale, eps)
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
-    xhat = wide * torch.rsqrt(mean_square + eps)
-    if rule.cast == "llama":
-        xhat = xhat.to(x.dtype)
-        if weight is None:
-            return xhat
-        return (weight + rule.offset if rule.offset else weight) * xhat
-    return (xhat if weight is None else xhat * (rule.offset + weight.to(wide.dtype))).to(x.dtype)

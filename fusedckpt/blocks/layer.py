@@ -1,8 +1,8 @@
 """The protocol of a layer: a record of options, which makes a call from its tensors' shapes.
 
-Read this first. Five records are layers: `programs.LinearOptions` (linears with a norm before them,
-and MLPs), `head.HeadOptions` and `experts.ExpertOptions`; `programs.NormOptions` and
-`gated_norm.GatedNormOptions`, which have no linears. The path of a call:
+Read this first. Five records are layers, in files of layers/: `LinearOptions` (linears with a norm
+before them, and MLPs), `HeadOptions` and `ExpertOptions`; `NormOptions` and `GatedNormOptions`,
+which have no linears. The path of a call:
 
     run_layer(layer, x, between, linears)         layer_function.py: eager, compiled, or
         dispatch.decide(layer, x, ...)            the decision, remembered for equal records

@@ -6,71 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusedckpt.autograd import arguments
-from fusedckpt.autograd.dispatch import Meta
 from fusedckpt.blocks.quantized import QuantizedWeight, quantized
-from fusedckpt.kernels.norm import NormRule
-
-# before, torch's rms_norm was not among the functions that autocast widens
-_AUTOCASTS_RMS = torch.__version__ >= "2.12"
-
-
-class NormSpec(NamedTuple):
-    """The norm of a layer, over the last dimension of its input.
-
-    `NormOptions` are the options of a norm that is called by itself; the kernels get a `NormRule`.
-    """
-
-    # "rms" or "layer"
-    kind: str
-    # [D] or None
-    weight: Tensor | None = None
-    # [D] or None, of a layer norm
-    bias: Tensor | None = None
-    # None for the default of F.rms_norm, or 1e-5 of a layer norm
-    eps: float | None = None
-    # added to the weight, as in `functional.rms_norm`
-    offset: float = 0.0
-    # where half precision is rounded, as in `functional.rms_norm`
-    cast: str = "torch"
-
-
-def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
-    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
-    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
-
-
-def output_dtype(
-    rule: NormRule | NormSpec, x: Meta, weight: Any, autocast: torch.dtype | None
-) -> torch.dtype:
-    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
-    if rule.cast == "llama" and weight is not None:
-        return torch.promote_types(x.dtype, weight.dtype)
-    if rule.cast != "torch" or x.dtype == torch.float64:
-        return x.dtype
-    return torch.float32 if widens_norm(autocast, x.device, rule.kind) else x.dtype
-
-
-def sums_dtype(x: Meta, weight: Any, bias: Any) -> torch.dtype:
-    """Return the dtype of their gradients: the one that they share, or else at least float32."""
-    dtypes = {t.dtype for t in (weight, bias) if t is not None}
-    return dtypes.pop() if len(dtypes) == 1 else torch.promote_types(x.dtype, torch.float32)
-
-
-def norm_rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
-    """Return the constants of a checked record for inputs of `dtype`.
-
-    eps None is the machine epsilon of an RMSNorm's statistics.
-    """
-    if norm.kind == "layer":
-        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
-    eps = norm.eps
-    if eps is None:
-        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return NormRule("rms", float(eps), float(norm.offset), norm.cast)
 
 
 class LoRA(NamedTuple):

@@ -36,6 +36,11 @@ class Op:
     recomputes = False
     # whether its backward takes a gradient of any dtype, and adds dx to an existing gradient of x
     adds = False
+    # whether it normalizes x: one kernel computes x + residual with it, and what reads its output
+    # may save x in its place
+    is_norm = False
+    # whether one kernel computes it with the GEMM before it
+    takes_gemm = False
 
     @property
     def read_dtype(self) -> torch.dtype | None:

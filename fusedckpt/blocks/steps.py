@@ -1,4 +1,4 @@
-"""Ops of steps: their methods write calls of kernels into a schedule.
+"""The ops of steps that layers share: a GEMM, a dropout and a sum.
 
 `forward` and `backward` write calls on matrices of rows; `eager` is the same in torch's own
 differentiable ops.
@@ -22,54 +22,8 @@ from fusedckpt.blocks.program import Gradient, Op
 from fusedckpt.blocks.quantized import QuantizedWeight
 from fusedckpt.blocks.writer import Writer
 from fusedckpt.kernels import linear as kernels
-from fusedckpt.kernels import norm as norm_triton
-from fusedckpt.kernels import norm_aten
-from fusedckpt.kernels.norm import NormRule
 from fusedckpt.kernels.products import add_product, wide_product
 from fusedckpt.kernels.runtime import HALF, column_sums
-
-
-@dataclass(frozen=True)
-class Norm(Op):
-    """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed."""
-
-    # which norm
-    rule: NormRule
-    # of y, None for that of x
-    dtype: torch.dtype | None = None
-    # the dtype of the gradients of weight and bias
-    sums: torch.dtype | None = None
-    # "aten" or "triton"
-    kernel: str = "aten"
-    # how many dimensions are normalized together
-    num_dims: int = 1
-    adds = is_joint = True
-    gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
-
-    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write y, and the sum where a residual is read."""
-        x, residual = reads if len(reads) > 1 else (*reads, None)
-        fn = norm_aten.norm if self.kernel == "aten" else norm_triton.norm
-        return code.items(code.call(fn, x, residual, *params, self.rule, self.dtype), len(reads))
-
-    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
-        """Write dx, added to a gradient of x that exists, and the parameters' gradients."""
-        if grad.gives == ("p1",):
-            return {"p1": code.call(column_sums, grad.dy)}
-        slots = ("r0", "p0", "p1")
-        needs = tuple([slot in grad.gives for slot in slots])
-        fn = norm_aten.norm_grad if self.kernel == "aten" else norm_triton.norm_grad
-        x = grad.reads["r0"]
-        weight = grad.reads.get("p0")
-        sums = None if code.adds else self.sums
-        node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, sums)
-        nodes = zip(slots, code.items(node, 3), strict=True)
-        return {slot: part for slot, part in nodes if slot in grad.gives}
-
-    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
-        """Return norm(x) in torch's ops."""
-        y = eager.norm(self.rule, reads[0], reads[0].shape[-self.num_dims :], *params)
-        return y if self.dtype is None else y.to(self.dtype)
 
 
 @dataclass(frozen=True)
@@ -170,88 +124,6 @@ def _summed(code: Writer, total: Node, part: Node, dtype: torch.dtype | None) ->
     if dtype is not None and code.dtype_of(total) == dtype:
         node.meta["alias"] = total
     return node
-
-
-@dataclass(frozen=True)
-class Hidden(Op):
-    """h = act(z), times u where gated; or of the two halves of z where packed."""
-
-    # a name in ACTIVATIONS
-    activation: str
-    # "aten", "split", "hybrid" (its backward takes in the GEMM that gives dh) or "fused" (the GEMM
-    # that gives z takes in act)
-    kernel: str = "split"
-    # whether z has the columns of gate and up
-    is_packed: bool = False
-    recomputes = is_joint = True
-    gradients = (("r0", ("r0", "r1")), ("r1", ("r0", "r1")))
-
-    def width(self, read: int, weight: Any) -> int:
-        """Return the features of h."""
-        return read // 2 if self.is_packed else read
-
-    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
-        """Write h, over the tensors that it reads; not over half a row.
-
-        A GEMM that reads rows that lie apart may round otherwise.
-        """
-        if self.is_packed:
-            over = {"out": ()}
-            fn = passes.packed
-            return [code.call(fn, *reads, self.activation, self.kernel, over=over)]
-        z, u = reads if len(reads) > 1 else (*reads, None)
-        args = (z, u, self.activation, self.kernel)
-        return [code.call(kernels.hidden, *args, over={"out": reads[::-1]})]
-
-    def with_gemm(self, code: Writer, x: Node, linear: Sequence[Any], keeps: bool) -> list[Node]:
-        """Write h = act(x W' + b), and z if `keeps`, by one kernel."""
-        return code.items(code.call(kernels.linear_then_act, x, *linear, self.activation, keeps), 2)
-
-    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
-        """Write dz, du and h, and the sums over the columns of dz and du."""
-        reads = grad.reads
-        sums = ("b0" in grad.sums, "b1" in grad.sums)
-        if "x" in reads:
-            args = (grad.dy, reads["x"], grad.weight, reads.get("b"), self.activation, sums[0])
-            slots = ("r0", "b0")
-            node = code.call(kernels.linear_act_dz, *args)
-        else:
-            args = (
-                grad.dy,
-                grad.weight,
-                reads["r0"],
-                reads.get("r1"),
-                self.activation,
-                self.kernel,
-            )
-            args = (*args, self.is_packed, sums, "y" in grad.gives)
-            slots = ("y", "r0", "r1", "b0", "b1")
-            node = code.call(passes.hidden_grads, *args, over=self._places(grad))
-        nodes = zip(slots, code.items(node, len(slots)), strict=True)
-        return {slot: part for slot, part in nodes if slot in {*grad.gives, *grad.sums}}
-
-    def _places(self, grad: Gradient) -> dict[str, tuple[Node, ...]]:
-        """Return the tensors that h, dz and du may be written over, the best first."""
-        if self.is_packed:
-            wishes = {"y": ("dy",), "r0": ("r0",)}
-        elif "r1" in grad.gives:
-            wishes = {"y": ("dy", "r1", "r0"), "r1": ("dy", "r1"), "r0": ("r0", "r1")}
-        else:
-            wishes = {"y": ("r0", "dy"), "r0": ("dy", "r0")}
-        nodes = dict(grad.reads)
-        if grad.weight is None:
-            nodes["dy"] = grad.dy
-        keys = {"y": "h", "r1": "du", "r0": "dz"}
-        return {
-            keys[slot]: tuple([nodes[name] for name in names if name in nodes])
-            for slot, names in wishes.items()
-            if slot in grad.gives
-        }
-
-    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
-        """Return h in torch's ops."""
-        pair = reads[0].chunk(2, -1) if self.is_packed else reads
-        return eager.hidden(pair, self.activation)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,10 @@ from torch import Tensor
 from torch.fx import Proxy
 
 from fusedckpt.autograd import arguments, dispatch
-from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer, number
+from fusedckpt.autograd.arguments import DTYPES, choice, flag, integer
 from fusedckpt.autograd.dispatch import Context, Meta, Operand
-from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, output_dtype, widens_norm
+from fusedckpt.blocks.operands import LinearNames, LinearParts
 from fusedckpt.kernels.activations import ACTIVATIONS, CANONICAL
-from fusedckpt.kernels.runtime import HALF
-
-CASTS = ("torch", "llama", "gemma")
 
 
 def activation(name: str, value: Any) -> str:
@@ -205,63 +202,11 @@ def _listed(value: Any) -> list[Any] | None:
     return list(value) if isinstance(value, Iterable) else None
 
 
-def check_norm(name: str, spec: NormSpec, prefix: str = "") -> None:
-    """Refuse a norm that means nothing."""
-    choice(name, f"{prefix}kind", spec.kind, ("rms", "layer"))
-    if spec.eps is not None:
-        number(name, f"{prefix}eps", spec.eps, 0)
-    number(name, f"{prefix}offset", spec.offset)
-    choice(name, f"{prefix}cast", spec.cast, CASTS)
-    if spec.kind == "rms" and spec.bias is not None:
-        raise ValueError(f"{name}: {prefix}bias must be None, as an RMSNorm has none")
-    if spec.offset and spec.weight is None:
-        raise ValueError(f"{name}: {prefix}offset={spec.offset} needs {prefix}weight, got none")
-    if spec.kind == "layer" and (spec.offset or spec.cast != "torch"):
-        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
-
-
-def norm_dtype(
-    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], context: Context, prefix: str = ""
-) -> torch.dtype:
-    """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
-
-    spec: with metas in place of its tensors; shape: normalized_shape.
-    """
-    if tuple(x.shape[-len(shape) :]) != shape:
-        raise ValueError(
-            f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
-        )
-    by_name = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
-    for key, value in by_name.items():
-        check_shape(name, key, value, *shape)
-    param_dtypes = {value.dtype for value in by_name.values() if value is not None}
-    # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
-    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and param_dtypes == {torch.float32}
-    widens = widens_norm(context.autocast, x.device, "layer")
-    is_cast = widens and torch.float64 not in (x.dtype, *param_dtypes)
-    if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
-        check_dtypes(name, context._replace(autocast=None), x.dtype, by_name)
-    return output_dtype(spec, x, spec.weight, context.autocast)
-
-
 def check_layer_options(name: str, residual: Any, chunks: Any) -> None:
     """Refuse options of an MLP."""
     flag(name, "residual", residual)
     if chunks is not None:
         integer(name, "chunks", chunks, 1)
-
-
-def as_projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
-    """Return linears' weights and biases as lists; refuse none, and not as many of both."""
-    weights = as_list(name, "weights", weights)
-    biases = [None] * len(weights) if biases is None else as_list(name, "biases", biases)
-    if not weights:
-        raise ValueError(f"{name}: weights must not be empty, got none")
-    if len(weights) != len(biases):
-        raise ValueError(
-            f"{name}: biases must be one per weight, got {len(biases)} for {len(weights)}"
-        )
-    return weights, biases
 
 
 def as_list(name: str, key: str, value: Any) -> list[Any]:

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.levels import LEVELS_OF
-from fusedckpt.blocks.eager import gated
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing.code_names import names_in_forward
@@ -38,7 +37,7 @@ from fusedckpt.fusing.verification import difference, saved_per_token
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
-from fusedckpt.layers.experts import experts
+from fusedckpt.layers.experts import eager_gated, experts
 from fusedckpt.layers.fallbacks import NotFused
 
 WEIGHTS = ("gate_up_proj", "down_proj")
@@ -271,7 +270,7 @@ def gating_of(module: Any) -> Gating | None:
             except Exception:  # arbitrary code of others
                 return None
             # some compute it in float32
-            if torch.allclose(hidden, gated(g, u, gating), rtol=1e-5, atol=1e-5):
+            if torch.allclose(hidden, eager_gated(g, u, gating), rtol=1e-5, atol=1e-5):
                 return gating
     return None
 

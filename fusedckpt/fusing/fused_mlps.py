@@ -25,7 +25,6 @@ from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.blocks import compiled
 from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.programs import LinearOptions
 from fusedckpt.blocks.quantized import quantized
 from fusedckpt.fusing import adapters
 from fusedckpt.fusing.call_state import modules_in
@@ -36,6 +35,7 @@ from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, share
 from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.linear import LinearOptions
 from fusedckpt.layers.notes import ModuleNotes
 from fusedckpt.layers.sharded import Sharding
 

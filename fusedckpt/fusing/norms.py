@@ -26,7 +26,6 @@ from fusedckpt.autograd.dispatch import own_forward
 from fusedckpt.blocks import reader
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.programs import NormOptions
 from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.reasons import looks_like
@@ -38,7 +37,7 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.gated_norm import gated_rms_norm
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.norm import LayerNorm, NormOptions, RMSNorm
 from fusedckpt.layers.notes import NO_NOTES, NOTES
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")

@@ -10,10 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.kernels.activations import CANONICAL, activation_name_of
 from fusedckpt.layers.mlp import gated_mlp
-from fusedckpt.layers.norm import rms_norm
+from fusedckpt.layers.norm import NormSpec, rms_norm
 
 __all__ = ["RMSNorm", "RMSNormMLP", "RMSNormMLPLayout"]
 

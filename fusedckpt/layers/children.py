@@ -15,10 +15,9 @@ from torch import nn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.autograd.dispatch import has_hooks
-from fusedckpt.blocks.operands import NormSpec
 from fusedckpt.kernels.activations import ACTIVATIONS, activation_name_of
 from fusedckpt.layers.linear import Linear
-from fusedckpt.layers.norm import LayerNorm, RMSNorm, is_patched
+from fusedckpt.layers.norm import LayerNorm, NormSpec, RMSNorm, is_patched
 
 # a letter for each kind of child; looked up by type, subclasses have none
 _LETTERS: dict[type[nn.Module], str] = {

@@ -27,10 +27,11 @@ from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import eager
 from fusedckpt.blocks.builder import GATED, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import LinearOptions, split_norm
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.layers import sharded
 from fusedckpt.layers.children import are_letter, letter_of, spec_of
+from fusedckpt.layers.linear import LinearOptions
+from fusedckpt.layers.norm import NormSpec, split_norm
 from fusedckpt.layers.notes import NO_NOTES
 from fusedckpt.layers.sharded import Sharding
 

@@ -5,31 +5,316 @@ The residual-add forms save the new residual, which is one of their outputs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Node
 
 from fusedckpt.autograd import arguments, dispatch, private, tracker
-from fusedckpt.blocks import reader, validate
+from fusedckpt.autograd.dispatch import Context, Meta, Operand
+from fusedckpt.blocks import compiled, reader, validate
+from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.operands import NormSpec
-from fusedckpt.blocks.programs import NormOptions
+from fusedckpt.blocks.program import Gradient, Op
+from fusedckpt.blocks.steps import Add
+from fusedckpt.blocks.writer import Writer
+from fusedckpt.kernels import norm as norm_triton
+from fusedckpt.kernels import norm_aten
+from fusedckpt.kernels.norm import NormRule
+from fusedckpt.kernels.runtime import HALF, column_sums
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, notes_of
 
 Shape = int | Sequence[int]
-
+# before, torch's rms_norm was not among the functions that autocast widens
+_AUTOCASTS_RMS = torch.__version__ >= "2.12"
+CASTS = ("torch", "llama", "gemma")
+# F.rms_norm takes them
+COMPLEX = frozenset((torch.complex32, torch.complex64, torch.complex128))
 # of torch's norms
 _RMS_FORWARD = dispatch.own_forward(nn.RMSNorm)
 _LAYER_FORWARD = dispatch.own_forward(nn.LayerNorm)
 # the functions that they call
 _RMS_FUNCTION = dispatch.own_function(F, "rms_norm")
 _LAYER_FUNCTION = dispatch.own_function(F, "layer_norm")
+
+
+class NormSpec(NamedTuple):
+    """The norm of a layer, over the last dimension of its input.
+
+    `NormOptions` are the options of a norm that is called by itself; the kernels get a `NormRule`.
+    """
+
+    # "rms" or "layer"
+    kind: str
+    # [D] or None
+    weight: Tensor | None = None
+    # [D] or None, of a layer norm
+    bias: Tensor | None = None
+    # None for the default of F.rms_norm, or 1e-5 of a layer norm
+    eps: float | None = None
+    # added to the weight, as in `functional.rms_norm`
+    offset: float = 0.0
+    # where half precision is rounded, as in `functional.rms_norm`
+    cast: str = "torch"
+
+
+def split_norm(norm: Any) -> tuple[Any, tuple[type, ...], tuple[Any, ...]]:
+    """Return a record without its tensors, the types in it, and these tensors."""
+    if norm is None:
+        return None, (), ()
+    if not isinstance(norm, NormSpec):
+        # refused
+        return norm, (), (None, None)
+    bare = norm._replace(weight=None, bias=None)
+    return bare, tuple(map(type, bare)), (norm.weight, norm.bias)
+
+
+def widens_norm(autocast: torch.dtype | None, device: torch.device, kind: str) -> bool:
+    """Whether autocast runs a norm in float32: not on a CPU, and RMSNorm since torch 2.12."""
+    return autocast is not None and device.type != "cpu" and (kind == "layer" or _AUTOCASTS_RMS)
+
+
+def output_dtype(
+    rule: NormRule | NormSpec, x: Meta, weight: Any, autocast: torch.dtype | None
+) -> torch.dtype:
+    """Return the dtype of a norm's result: its input's, but for Llama's cast and GPU autocast."""
+    if rule.cast == "llama" and weight is not None:
+        return torch.promote_types(x.dtype, weight.dtype)
+    if rule.cast != "torch" or x.dtype == torch.float64:
+        return x.dtype
+    return torch.float32 if widens_norm(autocast, x.device, rule.kind) else x.dtype
+
+
+def sums_dtype(x: Meta, weight: Any, bias: Any) -> torch.dtype:
+    """Return the dtype of their gradients: the one that they share, or else at least float32."""
+    dtypes = {t.dtype for t in (weight, bias) if t is not None}
+    return dtypes.pop() if len(dtypes) == 1 else torch.promote_types(x.dtype, torch.float32)
+
+
+def norm_rule_of(norm: NormSpec, dtype: torch.dtype) -> NormRule:
+    """Return the constants of a checked record for inputs of `dtype`.
+
+    eps None is the machine epsilon of an RMSNorm's statistics.
+    """
+    if norm.kind == "layer":
+        return NormRule("layer", 1e-5 if norm.eps is None else float(norm.eps))
+    eps = norm.eps
+    if eps is None:
+        eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return NormRule("rms", float(eps), float(norm.offset), norm.cast)
+
+
+def check_norm(name: str, spec: NormSpec, prefix: str = "") -> None:
+    """Refuse a norm that means nothing."""
+    arguments.choice(name, f"{prefix}kind", spec.kind, ("rms", "layer"))
+    if spec.eps is not None:
+        arguments.number(name, f"{prefix}eps", spec.eps, 0)
+    arguments.number(name, f"{prefix}offset", spec.offset)
+    arguments.choice(name, f"{prefix}cast", spec.cast, CASTS)
+    if spec.kind == "rms" and spec.bias is not None:
+        raise ValueError(f"{name}: {prefix}bias must be None, as an RMSNorm has none")
+    if spec.offset and spec.weight is None:
+        raise ValueError(f"{name}: {prefix}offset={spec.offset} needs {prefix}weight, got none")
+    if spec.kind == "layer" and (spec.offset or spec.cast != "torch"):
+        raise ValueError(f"{name}: norm.offset and norm.cast are RMSNorm's, norm.kind is 'layer'")
+
+
+def norm_dtype(
+    name: str, x: Meta, spec: NormSpec, shape: tuple[int, ...], context: Context, prefix: str = ""
+) -> torch.dtype:
+    """Return the dtype of norm(x); refuse arguments that F.rms_norm or F.layer_norm would.
+
+    spec: with metas in place of its tensors; shape: normalized_shape.
+    """
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(
+            f"{name}: x must end in normalized_shape {list(shape)}, got {list(x.shape)}"
+        )
+    by_name = {f"{prefix}weight": spec.weight, f"{prefix}bias": spec.bias}
+    for key, value in by_name.items():
+        validate.check_shape(name, key, value, *shape)
+    param_dtypes = {value.dtype for value in by_name.values() if value is not None}
+    # a CPU's F.layer_norm reads float32 parameters beside half precision, and autocast widens all
+    fits_cpu = x.device.type == "cpu" and x.dtype in HALF and param_dtypes == {torch.float32}
+    widens = widens_norm(context.autocast, x.device, "layer")
+    is_cast = widens and torch.float64 not in (x.dtype, *param_dtypes)
+    if spec.kind == "layer" and not (x.device.type == "meta" or is_cast or fits_cpu):
+        validate.check_dtypes(name, context._replace(autocast=None), x.dtype, by_name)
+    return output_dtype(spec, x, spec.weight, context.autocast)
+
+
+def eager_norm(
+    rule: NormRule | Any, x: Tensor, shape: int | Sequence[int], weight: Any, bias: Any = None
+) -> Tensor:
+    """Return x through the norm that a rule, or a record with its fields, describes.
+
+    Half precision is rounded once, at the end, by "torch" and "gemma"; "llama" rounds the
+    normalized x before the weight, and its result has the promoted dtype.
+    """
+    shape = (shape,) if isinstance(shape, int) else shape
+    eps = rule.eps
+    if rule.kind == "layer":
+        return F.layer_norm(x, shape, weight, bias, 1e-5 if eps is None else eps)
+    if rule.cast == "torch":
+        scale = weight + rule.offset if weight is not None and rule.offset else weight
+        # on CUDA torch.compile passes a size that it left open to torch's op as an address
+        return F.rms_norm(x, tuple(map(operator.index, shape)), scale, eps)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    eps = torch.finfo(wide.dtype).eps if eps is None else eps
+    mean_square = wide.square().mean(dim=tuple(range(-len(shape), 0)), keepdim=True)
+    xhat = wide * torch.rsqrt(mean_square + eps)
+    if rule.cast == "llama":
+        xhat = xhat.to(x.dtype)
+        if weight is None:
+            return xhat
+        return (weight + rule.offset if rule.offset else weight) * xhat
+    return (xhat if weight is None else xhat * (rule.offset + weight.to(wide.dtype))).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Norm(Op):
+    """y = norm(x), or norm(x + residual) and the sum: see NormRule. Statistics are recomputed."""
+
+    # which norm
+    rule: NormRule
+    # of y, None for that of x
+    dtype: torch.dtype | None = None
+    # the dtype of the gradients of weight and bias
+    sums: torch.dtype | None = None
+    # "aten" or "triton"
+    kernel: str = "aten"
+    # how many dimensions are normalized together
+    num_dims: int = 1
+    adds = is_joint = is_norm = True
+    gradients = (("r0", ("r0", "p0")), ("p0", ("r0",)), ("p1", ()))
+
+    def forward(self, code: Writer, reads: Sequence[Node], params: Sequence[Any]) -> list[Node]:
+        """Write y, and the sum where a residual is read."""
+        x, residual = reads if len(reads) > 1 else (*reads, None)
+        fn = norm_aten.norm if self.kernel == "aten" else norm_triton.norm
+        return code.items(code.call(fn, x, residual, *params, self.rule, self.dtype), len(reads))
+
+    def backward(self, code: Writer, grad: Gradient) -> dict[str, Node]:
+        """Write dx, added to a gradient of x that exists, and the parameters' gradients."""
+        if grad.gives == ("p1",):
+            return {"p1": code.call(column_sums, grad.dy)}
+        slots = ("r0", "p0", "p1")
+        needs = tuple([slot in grad.gives for slot in slots])
+        fn = norm_aten.norm_grad if self.kernel == "aten" else norm_triton.norm_grad
+        x = grad.reads["r0"]
+        weight = grad.reads.get("p0")
+        sums = None if code.adds else self.sums
+        node = code.call(fn, grad.dy, grad.total, x, weight, self.rule, needs, sums)
+        nodes = zip(slots, code.items(node, 3), strict=True)
+        return {slot: part for slot, part in nodes if slot in grad.gives}
+
+    def eager(self, reads: Sequence[Tensor], params: Sequence[Any]) -> Tensor:
+        """Return norm(x) in torch's ops."""
+        y = eager_norm(self.rule, reads[0], reads[0].shape[-self.num_dims :], *params)
+        return y if self.dtype is None else y.to(self.dtype)
+
+
+class NormOptions(NamedTuple):
+    """The options of a norm."""
+
+    # the function, for errors
+    name: str
+    # "rms" or "layer"
+    kind: str
+    # as it was given; checked by `make_call`
+    normalized_shape: Any
+    # None for the default
+    eps: float | None
+    # added to the weight
+    offset: float = 0.0
+    # where half precision is rounded
+    cast: str = "torch"
+    # whether a module asks, which may run its own forward
+    is_module: bool = False
+    # whether a residual is added to x first; the sum is a result, too
+    adds: bool = False
+    # how x is kept for backward, None for as it is; a sum is, as the caller has it
+    store: str | None = None
+    # it has none
+    linears = ()
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The tensors of a call."""
+        parameters = [Operand(key, is_optional=True) for key in ("weight", "bias")]
+        return (Operand("x"), *([Operand("residual")] if self.adds else []), *parameters)
+
+    def check(self, override: str | None, weight: Any = True) -> None:
+        """Refuse options that mean nothing."""
+        if self.kind == "layer":
+            arguments.number(self.name, "eps", self.eps, 0)
+        check_norm(self.name, self._spec(weight, None))
+
+    def _spec(self, weight: Any, bias: Any) -> NormSpec:
+        return NormSpec(self.kind, weight, bias, self.eps, self.offset, self.cast)
+
+    def reference(self, x: Any, between: Sequence[Any], linears: Any = ()) -> Any:
+        """Return the results by torch's own ops; between: a residual, weight and bias."""
+        *residuals, weight, bias = between
+        shape = self.normalized_shape
+        if not dispatch.is_traced(x):
+            # torch's own takes no numbers of numpy
+            shape = validate.normalized_shape(self.name, shape)
+        total = x + residuals[0] if residuals else x
+        norm = partial(eager_norm, self, shape=shape, weight=weight, bias=bias)
+        y = compiled.run_norm(norm, total)
+        return (y, total) if residuals else y
+
+    def make_call(self, context: Context, x: Any, *metas: Any) -> Any:
+        """Refuse arguments that the eager norm would refuse."""
+        *residuals, weight, bias = metas
+        name = self.name
+        spec = self._spec(weight, bias)
+        self.check(context.level, weight)
+        shape = validate.normalized_shape(name, self.normalized_shape)
+        if self.is_module and self.kind == "rms" and getattr(x, "dtype", None) in COMPLEX:
+            return dispatch.OWN_FORWARD
+        validate.check_tensors(name, self.operands, (x, *metas))
+        b = Builder(context, x.dtype)
+        inputs = {"x": x}
+        reads = "x"
+        keeps = ()
+        for residual in residuals:
+            must = "must have the shape of x,"
+            validate.check_shape(name, "residual", residual, *x.shape, must=must)
+            inputs["residual"] = residual
+            if x.dtype != residual.dtype:
+                x = x._replace(dtype=torch.promote_types(x.dtype, residual.dtype))
+            reads = b.add(Add(), "total", ("x", "residual"))
+            keeps = (reads,)
+        dtype = norm_dtype(name, x, spec, shape, context)
+        if context.reference_only:
+            return None
+        kernel = kernel_of_norm(x, x.dtype)
+        sums = sums_dtype(x, weight, bias)
+        op = Norm(norm_rule_of(spec, x.dtype), dtype, sums, kernel, len(shape))
+        b.norm(op, weight, bias, reads, out="y")
+        return b.build(
+            name,
+            inputs,
+            ["y", *keeps],
+            {"saved_results": keeps, "num_dims": len(shape)},
+            store=None if self.adds else self.store,
+            may_round=not self.adds,
+        )
+
+
+def kernel_of_norm(x: Meta, dtype: torch.dtype) -> str:
+    """Return which kernels normalize tensors like x."""
+    return "aten" if dispatch.is_aten(x.device, dtype, *x.shape) else "triton"
 
 
 def _remembered(shape: Shape) -> Shape:
@@ -191,7 +476,7 @@ class RMSNorm(nn.RMSNorm):
     ):
         affine = arguments.flag("RMSNorm", "elementwise_affine", elementwise_affine)
         spec = NormSpec("rms", affine or None, None, eps, offset, cast)  # type: ignore[arg-type]  # no weight yet
-        validate.check_norm("RMSNorm", spec)
+        check_norm("RMSNorm", spec)
         arguments.factory("RMSNorm", device, dtype)
         shape = validate.normalized_shape("RMSNorm", normalized_shape)
         self.offset = offset

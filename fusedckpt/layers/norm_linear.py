@@ -11,9 +11,10 @@ from fusedckpt.autograd import arguments
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.builder import Linears, numbered
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.operands import LoRA, NormSpec
-from fusedckpt.blocks.programs import LinearOptions, split_norm
+from fusedckpt.blocks.operands import LoRA
 from fusedckpt.layers.children import are_letter, spec_of
+from fusedckpt.layers.linear import LinearOptions
+from fusedckpt.layers.norm import NormSpec, split_norm
 
 
 def norm_linear(
@@ -43,7 +44,7 @@ def norm_linear(
     """
     if norm is None:
         arguments.wrong_type("norm_linear", "norm", "a NormSpec", norm)
-    weights, biases = validate.as_projections("norm_linear", weights, biases)
+    weights, biases = _as_projections("norm_linear", weights, biases)
     return run_projections("norm_linear", x, norm, list(zip(weights, biases, strict=True)))
 
 
@@ -67,6 +68,19 @@ def run_projections(
     )
     ys = run_layer(options, x, tensors, linears)
     return (ys,) if isinstance(ys, Tensor) else ys
+
+
+def _as_projections(name: str, weights: Any, biases: Any) -> tuple[list[Any], list[Any]]:
+    """Return linears' weights and biases as lists; refuse none, and not as many of both."""
+    weights = validate.as_list(name, "weights", weights)
+    biases = [None] * len(weights) if biases is None else validate.as_list(name, "biases", biases)
+    if not weights:
+        raise ValueError(f"{name}: weights must not be empty, got none")
+    if len(weights) != len(biases):
+        raise ValueError(
+            f"{name}: biases must be one per weight, got {len(biases)} for {len(weights)}"
+        )
+    return weights, biases
 
 
 class NormLinear(nn.Module):

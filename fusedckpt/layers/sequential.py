@@ -20,11 +20,11 @@ from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.builder import ONE_LINEAR, TWO_LINEARS, Linears, numbered
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.blocks.programs import LinearOptions, split_norm
 from fusedckpt.kernels.activations import activation_name_of
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.children import ChildClass, class_of, letter_of, options_of, spec_of
-from fusedckpt.layers.norm import is_patched
+from fusedckpt.layers.linear import LinearOptions
+from fusedckpt.layers.norm import is_patched, split_norm
 from fusedckpt.layers.notes import NO_NOTES, NOTES
 
 # the linears by the run that they are of

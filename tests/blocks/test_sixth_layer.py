@@ -19,8 +19,9 @@ from fusedckpt.autograd.dispatch import Context, Meta
 from fusedckpt.blocks import layer_function
 from fusedckpt.blocks.builder import Builder
 from fusedckpt.blocks.call import LayerCall
-from fusedckpt.blocks.operands import LinearNames, LinearParts, NormSpec, norm_rule_of
-from fusedckpt.blocks.steps import Hidden, Norm
+from fusedckpt.blocks.operands import LinearNames, LinearParts
+from fusedckpt.layers.linear import Hidden
+from fusedckpt.layers.norm import Norm, NormSpec, norm_rule_of
 
 # so wide that four draws are enough numbers of a vector
 T, D, FF, OUT = 37, 65, 67, 71

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import fusedckpt
 from fusedckpt import LoRA, functional
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.blocks.head import head_chunks_for
+from fusedckpt.layers.head import head_chunks_for
 from fusedckpt.memory import peak_bytes
 
 T, D, V = 45, 17, 70

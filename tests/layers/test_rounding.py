@@ -9,10 +9,10 @@ from support import DEVICE, HALF, Watched, compare, randn
 
 from fusedckpt import NormSpec, functional, reference
 from fusedckpt.autograd import dispatch
-from fusedckpt.blocks.operands import sums_dtype
 from fusedckpt.functional import add_rms_norm, gated_mlp, layer_norm, mlp, norm_linear
 from fusedckpt.kernels import products
 from fusedckpt.kernels.norm import MAX_BLOCK
+from fusedckpt.layers.norm import sums_dtype
 
 half = pytest.mark.parametrize("dtype", HALF, ids=str)
 

@@ -10,8 +10,8 @@ from support import DEVICE
 from transformers_cases import MODELS, VOCAB, decoder, tokens, transformers
 
 import fusedckpt
-from fusedckpt.blocks import head as head_block
 from fusedckpt.fusing.accuracy import Errors
+from fusedckpt.layers import head as head_layer
 
 # test_transformers.py compares what is swapped of these models
 pytestmark = pytest.mark.usefixtures("unverified")
@@ -44,7 +44,7 @@ def step(model, inputs, **more):
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setattr(head_block, "LOGIT_BYTES", 1)
+    monkeypatch.setattr(head_layer, "LOGIT_BYTES", 1)
 
 
 def allocations(fn):

@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fusedckpt.blocks.gated_norm import eager_gated_norm
 from fusedckpt.kernels import codes, cross_entropy, dropout, gated_norm, int8, linear, norm
 from fusedckpt.kernels.activations import ACTIVATIONS
+from fusedckpt.layers.gated_norm import eager_gated_norm
 from tests.ptx.judging import DTYPES, KernelCase, Maybe, Results, beside, leaf, named, summed
 
 
