@@ -10,6 +10,15 @@ eager saves K (2 D + 4 F) and more:
 
 and 12 K bytes of index (int64) and scores (float32). The down GEMM is never recomputed, nor is its
 result saved.
+
+The program of a call:
+
+    x -> gather -> gate and up -> act(gate) * up * score -> down -> sum over a token's experts
+
+Between gather and sum a value has K rows for each token, sorted by expert (kernels/routed.py). The
+route is a value, too, which backward recomputes from the index. A score multiplies h, not the
+result: both are linear in it. So its gradient is a sum of dh * h, and backward neither saves nor
+recomputes the results of experts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A linear and its activation that save only their input; the options of all calls of linears."""
+"""A linear and its activation that save only their input.
+
+`LinearOptions` is also the record of mlp.py and norm_linear.py: linears with a norm before them, a
+hidden layer between them, and a residual after them.
+"""
 
 from __future__ import annotations
 
