@@ -63,10 +63,15 @@ _RUNS: dict[str, dict[str, Any]] = {
     "for long inputs in training": {"shape": (3, 4096), "training": True},
     "under autocast": {"shape": _SHAPE, "autocast": True},
 }
+# and those of a forward that asks for the number of dimensions
+_RANKS: dict[str, dict[str, Any]] = {
+    "for one dimension": {"shape": ()},
+    "for five dimensions": {"shape": (2, 1, 1, 3)},
+}
 # those in which other functions may run
 _WATCHED = ("while training", "under autocast")
 # not every forward takes these
-_MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs")
+_MAY_RAISE = ("for two dimensions", "for four dimensions", "for strided inputs", *_RANKS)
 # a module with more layers is more than an MLP
 _MOST_LAYERS = 16
 
@@ -337,7 +342,7 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         return pattern if is_lookalike else None
     width = first.shapes[0][-1:]
     recordings = [first]
-    for when, options in _RUNS.items():
+    for when, options in {**_RUNS, **(_RANKS if first.log.asks_rank else {})}.items():
         shape = (*options["shape"], *width)
         recording = record(module, **{**options, "shape": shape}, watched=when in _WATCHED)
         if recording.log.stop is not None:
@@ -345,6 +350,9 @@ def _match(module: nn.Module) -> MLPMatch | NotFused | None:
         if pattern_of(recording) != pattern and not (recording.y is None and when in _MAY_RAISE):
             return NotFused("varies", (type(module).__name__, when))
         recordings.append(recording)
+    unguarded = next(filter(None, (recording.log.unguarded for recording in recordings)), None)
+    if unguarded is not None:
+        return unguarded
     dtype_of_module = next(module.parameters()).dtype
     dtypes = [dtype_of_module]
     for dtype in arguments.DTYPES:

@@ -51,6 +51,13 @@ _CENTRES = frozenset(("native_layer_norm", "std", "std_mean", "sub", "var", "var
 _STATISTICS = frozenset(("_fused_rms_norm", "linalg_vector_norm", "norm")) | _CENTRES - {"sub"}
 _MEANS = frozenset(("mean", "sum"))
 _ROOTS = frozenset(("rsqrt", "sqrt"))
+# inputs of other ranks than the recorded one, without the last size; None: the width
+_OTHER_RANKS = {
+    "for one dimension": (),
+    "for two dimensions": (5,),
+    "for four dimensions": (2, None, 3),
+    "for five dimensions": (2, None, 1, 3),
+}
 # the least norm of a row by which F.normalize divides
 _LEAST_NORM = 1e-12
 # these first: all known models have one of them; an identity gates nothing
@@ -277,9 +284,11 @@ def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
     eps = _epsilon_of(module)
     width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
-    stop = next((r.log.stop for r in recordings if r.log.stop is not None), None)
-    if stop is not None:
-        return stop if eps is not None or looks_like(module) == "norm" else None
+    obstacle = next(filter(None, (r.log.obstacle for r in recordings)), None)
+    if obstacle is None and recordings[0].log.asks_rank:
+        obstacle = _rank_obstacle(module, width, recordings[0])
+    if obstacle is not None:
+        return obstacle if eps is not None or looks_like(module) == "norm" else None
     is_norm = _normalizes(recordings[0]) or bool(weights and eps is not None)
     if any(map(_reads_unknown_tensors, recordings)):
         return NotFused("foreign") if is_norm else None
@@ -315,7 +324,7 @@ def _gated_norm_swap(module: nn.Module) -> Swap | NotFused | None:
         return [record(module, (2, 3, width), training=mode, **options) for mode in (False, True)]
 
     recordings = recorded(autocast=False)
-    if any(r.log.stop is not None or _reads_unknown_tensors(r) for r in recordings):
+    if any(r.log.obstacle is not None or _reads_unknown_tensors(r) for r in recordings):
         return None
     match = _proven_gated_rule(module, names, eps, width)
     if match is None:
@@ -403,6 +412,39 @@ def _ops(recording: Recording) -> set[str]:
         for node in recording.nodes
         if node.kind in ("elementwise", "other")
     }
+
+
+def _rank_obstacle(module: nn.Module, width: int, first: Recording) -> NotFused | None:
+    """Return why a norm may compute another function for an input of another rank."""
+    for when, sizes in _OTHER_RANKS.items():
+        # equal sizes: the norm of another dimension may take them, too
+        other = record(module, (*(width if size is None else size for size in sizes), width))
+        if other.y is None and other.log.stop is None:
+            # it takes no such input
+            continue
+        if (obstacle := other.log.obstacle) is not None:
+            return obstacle
+        if _function(other) != _function(first):
+            return NotFused("varies", (type(module).__name__, when))
+    return None
+
+
+def _function(recording: Recording) -> list[Any]:
+    """Return the ops that make a forward's result, with the numbers among their arguments."""
+    rank = len(recording.shapes[0])
+    ops = []
+    for node in recording.nodes:
+        if node.kind not in ("elementwise", "other") or isinstance(node.op, str):
+            continue
+        kinds = (int, float) if private.is_pointwise(node.op) else (float,)
+        leaves = private.pytree.tree_leaves((node.args, node.kwargs))
+        numbers = [leaf for leaf in leaves if type(leaf) in kinds]
+        if node.name in _MEANS | _STATISTICS - {"native_layer_norm", "_fused_rms_norm"}:
+            # dimensions, from the last one
+            lists = (arg for arg in node.args if isinstance(arg, list))
+            numbers += [dim % rank - rank for dims in lists for dim in dims]
+        ops.append((node.name, numbers))
+    return ops
 
 
 def _normalizes(recording: Recording) -> bool:

@@ -72,6 +72,10 @@ _OF_OS = ("fspath", "getenv")
 _CLOCKS = (datetime.date, datetime.datetime)
 # functions of torch that tell a setting
 _SETTINGS = [torch.get_default_dtype, torch.are_deterministic_algorithms_enabled]
+_SETTINGS += [torch.is_inference_mode_enabled, torch.is_anomaly_enabled, torch.get_num_threads]
+_SETTINGS += [torch.get_float32_matmul_precision]
+# the package of torch's objects whose attributes are settings
+_BACKENDS = "torch.backends"
 if dist.is_available():
     _SETTINGS += [dist.is_initialized, dist.get_rank, dist.get_world_size]
 # names by which code reads attributes that it spells as strings, or does not spell
@@ -301,13 +305,19 @@ class _Finder:
         """Compare the attributes that code reads of a variable's value, one of the other."""
         if read.is_written:
             raise _Left(NotFused("writes", ".".join((place.words, *read.attributes))))
+        get: Any
         for name in read.attributes:
             is_of_library = is_library(getattr(value, "__name__", None) or "")
-            if isinstance(value, ModuleType):
+            if _python_module(value).startswith(_BACKENDS):
+                attribute = getattr(value, name, MISSING)
+                if is_simple(attribute):
+                    self._add(getattr, value, name, place)
+                get = getattr
+            elif isinstance(value, ModuleType):
                 attribute = getattr(value, name, MISSING)
                 if not is_of_library or isinstance(attribute, (FunctionType, BuiltinFunctionType)):
                     self._add(getattr, value, name, place)
-                get: Any = getattr
+                get = getattr
             elif isinstance(value, type) and not is_library(value.__module__):
                 # a method may read more of its class
                 self._find_in(value, place, 0)
@@ -424,8 +434,9 @@ _HEAP = 1 << 9
 
 
 def _python_module(value: Any) -> str:
-    """Return the name of a Python module, or of that of a class."""
-    return value.__name__ if isinstance(value, ModuleType) else value.__module__
+    """Return the name of a Python module, or of that of a class or object."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return name or ""
 
 
 def _is_constant(kind: type) -> bool:

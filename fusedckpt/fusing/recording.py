@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from inspect import getattr_static
 from itertools import count
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ from fusedckpt.autograd.private import (
     storage_key,
     written_by,
 )
+from fusedckpt.fusing import tensor_reads
 from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.match_reader import Guard, Guards
 from fusedckpt.fusing.outside_code import outside_reads
@@ -94,6 +96,19 @@ class ForwardLog:
         self.watch = CodeWatch()
         # why the forward was stopped, if it was
         self.stop: NotFused | None = None
+        # state by which it may compute another function, and that no guard compares, if it read any
+        self.unguarded: NotFused | None = None
+        # whether it asked for the number of dimensions of a tensor
+        self.asks_rank = False
+
+    @property
+    def obstacle(self) -> NotFused | None:
+        """Return why other calls may compute another function than this run has shown."""
+        return self.stop or self.unguarded
+
+    def note_unguarded(self, reason: NotFused) -> None:
+        """Note state that the forward read; the first reason is kept."""
+        self.unguarded = self.unguarded or reason
 
     def stopped(self, key: str, about: Any = "") -> Stopped:
         """Remember the first reason, and return the exception to raise."""
@@ -162,6 +177,10 @@ class _Spy:
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
+        if name == "__dict__" and tensor_reads.is_called_by_user(sys._getframe(1)):
+            place = _attributes_of(self).get(_PLACE)
+            if place is not None:
+                place.log.note_unguarded(NotFused("state", "attributes by vars() or __dict__"))
         if name in _MODULE_NAMES or name.startswith("__") or name == _PLACE:
             return value
         attributes = _attributes_of(self)
@@ -355,6 +374,9 @@ class OpRecorder(TorchDispatchMode):
 
     def _overwrite(self, call: _OpCall, target: Tensor) -> None:
         """Give a tensor modified in place, and its aliases, the new node."""
+        if call.name == "squeeze_" and tuple(call.args[1:]) == (0,) and target.dim():
+            # of the row that a product of a vector is
+            return
         before = self.node_of(target)
         node = self._elementwise(call, target) or Node("other", call.nodes, call.func)
         storage = storage_key(target.untyped_storage())
@@ -588,7 +610,10 @@ def _autocasting(enabled: bool) -> Iterator[None]:
 
 
 class _FunctionWatch(TorchFunctionMode):
-    """Stops a forward that changes grad or autocast mode, as autograd.Functions do."""
+    """Stops a forward that changes grad or autocast mode, as autograd.Functions do.
+
+    Notes reads of tensors that may differ in other calls.
+    """
 
     def __init__(self, log: ForwardLog):
         super().__init__()
@@ -605,7 +630,26 @@ class _FunctionWatch(TorchFunctionMode):
             raise self.log.stopped("tensor hooks")
         if func in (F.dropout, torch.dropout):
             self.log.dropout_rates.append((kwargs or {})["p"] if len(args) < 2 else args[1])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if not tensor_reads.is_called_by_user(sys._getframe(1)):
+            return result
+        name = tensor_reads.method_name(func)
+        if name in tensor_reads.STATE:
+            self.log.note_unguarded(NotFused("state", f"{name} of a tensor"))
+        if name in tensor_reads.RANKS:
+            self.log.asks_rank = True
+        # the sizes of its own tensors do not change
+        is_own = args and (
+            isinstance(args[0], nn.Parameter) or any(args[0] is x for x in self.log.buffers)
+        )
+        if is_own or name not in ("__len__", *tensor_reads.SIZES):
+            return result
+        note = partial(self.log.note_unguarded, NotFused("sizes"))
+        if name == "__len__":
+            # len() returns a plain int, which tells nothing
+            note()
+            return result
+        return tensor_reads.watched_sizes(result, args, kwargs or {}, note)
 
 
 def is_nonlinear(recording: Recording) -> bool:

@@ -159,7 +159,10 @@ def _digest(tensor: Tensor) -> Tensor | None:
     """Return numbers that tell a tensor's values from others; None for some classes and dtypes."""
     kind = tensor.dtype
     is_known = kind == torch.bool or (kind.is_floating_point and kind.itemsize > 1)
-    if not (is_known and storage_of(tensor)) or tensor.device.type not in ("cpu", "cuda"):
+    if not (is_known and tensor.numel() and storage_of(tensor)) or tensor.device.type not in (
+        "cpu",
+        "cuda",
+    ):
         return None
     if _hash is None:
         return None

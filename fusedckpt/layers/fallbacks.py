@@ -118,6 +118,7 @@ WORDS = {
     "writes": ("its forward writes to {}", IN_ORDER),
     "sets": ("its forward sets {}", IN_ORDER),
     "state": ("its forward reads {}, which may change", "store it as a number or a bool attribute"),
+    "sizes": ("its forward compares the number of rows of its input with a number", IN_ORDER),
     "foreign": ("its forward reads a tensor that is not a parameter", "register it as a parameter"),
     "inputs": ("its forward takes {} in addition to one tensor", IN_ORDER),
     "raised": ("its forward raised a {} for one tensor", IN_ORDER),

@@ -222,6 +222,22 @@ class Replaced(Case):
         return module.mean
 
 
+class Growing(Case):
+    """A table that is empty until the first call."""
+
+    def prepare(self, module):
+        empty = torch.empty(0, dtype=torch.float64, device=DEVICE)
+        module.register_buffer("table", empty, persistent=False)
+
+    def scale(self, module, x, given):
+        if len(module.table) < x.shape[1]:
+            module.table = torch.arange(x.shape[1]).to(x) + 1
+        return module.table[:, None]
+
+    def after(self, module):
+        return module.table
+
+
 class ReplacedLater(Case):
     """A buffer that other code replaces: the recompute reads it as it was, and leaves it."""
 
@@ -309,7 +325,7 @@ RIGHT = [
     Statistics,
     Replaced,
 ]
-RIGHT += [ReplacedLater, AVariable, AConfig, Closed, Unfused, OwnValues]
+RIGHT += [Growing, ReplacedLater, AVariable, AConfig, Closed, Unfused, OwnValues]
 
 
 def models(case):

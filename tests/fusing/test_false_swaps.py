@@ -186,6 +186,20 @@ GUARDS = {
     ),
     "dimensions": (doubled(lambda m, x: x.dim() == 2), {}, "varies"),
     "one token": (doubled(lambda m, x: x.numel() == D), {}, "varies"),
+    "many rows": (doubled(lambda m, x: x.shape[0] > 1000), {}, "sizes"),
+    "rows of a hidden tensor": (doubled(lambda m, x: m.up_proj(x).size(0) + 1 > 1000), {}, "sizes"),
+    "a length": (doubled(lambda m, x: len(x) == 64), {}, "sizes"),
+    "a sum of sizes": (doubled(lambda m, x: (x.numel() - 1) % 7 == 6), {}, "sizes"),
+    "five dimensions": (doubled(lambda m, x: len(x.shape) > 4), {}, "varies"),
+    "one dimension": (doubled(lambda m, x: x.ndim == 1), {}, "varies"),
+    "a frozen weight": (
+        doubled(lambda m, x: not m.gate_proj.weight.requires_grad),
+        {},
+        "state",
+    ),
+    "a leaf": (doubled(lambda m, x: m.hidden(x).is_leaf and m.training), {}, "state"),
+    "its dict": (doubled(lambda m, x: m.__dict__["scale"] > 1), {"scale": 1.0}, "state"),
+    "all attributes": (doubled(lambda m, x: "late" in vars(m)), {}, "state"),
     "a child's mode": (doubled(lambda m, x: m.gate_proj.training), {}, "varies"),
 }
 
@@ -203,6 +217,20 @@ def test_a_forward_that_is_no_block(compute, parts, key):
     assert all(map(torch.equal, module.state_dict().values(), before.state_dict().values()))
     assert random.getstate() == states[0]
     assert torch.equal(torch.get_rng_state(), states[1])
+
+
+def test_sizes_that_do_not_change_the_function_cost_no_swap():
+    """Those that it passes on, sizes of weights, and comparisons of two of them."""
+
+    def compute(m, x):
+        rows, *sizes = x.shape
+        assert x.shape[:-1] == m.hidden(x).shape[:-1]
+        assert x.size(-1) == m.gate_proj.weight.shape[1] == D
+        assert m.gate_proj.weight.shape[0] > 1
+        return m.down_proj(m.hidden(x.reshape(rows, -1, D))).view(rows, *sizes)
+
+    module = Computed(compute).to(DEVICE)
+    assert fuse(module).swapped == {"": "Computed -> gated_mlp (silu)"}
 
 
 @pytest.mark.parametrize("name", GUARDS)

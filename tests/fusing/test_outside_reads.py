@@ -141,6 +141,14 @@ def by_setting():
     return 1.0 if torch.get_default_dtype() == torch.float32 else 0.5
 
 
+def by_backend():
+    return 0.5 if torch.backends.cuda.matmul.allow_tf32 else 1.0
+
+
+def by_threads():
+    return 1.0 if torch.get_num_threads() == 1 else 0.5
+
+
 def set_global(value, name="SCALE"):
     setattr(HERE, name, value)
 
@@ -192,6 +200,16 @@ READS = {
         "args[0]['scale']",
     ),
     "setting of torch": (by_setting, set_setting, "get_default_dtype"),
+    "setting of a backend": (
+        by_backend,
+        lambda v: setattr(torch.backends.cuda.matmul, "allow_tf32", v != 1),
+        "torch.backends.cuda.matmul.allow_tf32",
+    ),
+    "number of threads": (
+        by_threads,
+        lambda v: torch.set_num_threads(1 if v == 1 else 2),
+        "get_num_threads",
+    ),
     "function": (
         by_global,
         lambda v: setattr(HERE, "by_global", (lambda: v) if v != 1 else READS["global"][0]),

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from own_norms import (
     L2,
     T5,
@@ -58,6 +59,7 @@ FOUND = {
     "normalize": (Normalize, "rms_norm (llama cast)"),
     "normalize, offset": (lambda: Normalize(1.0), "rms_norm (llama cast, offset 1)"),
     "written out": (WrittenOut, "layer_norm"),
+    "over rows": (lambda: ByRows(), "rms_norm (llama cast)"),
     "written out, with a bias": (lambda: WrittenOut(True), "layer_norm"),
     "variance of torch": (Variance, "layer_norm"),
 }
@@ -163,12 +165,42 @@ class Buffered(Llama):
         return super().forward(hidden_states)
 
 
+class ChannelsFirst(OwnNorm):
+    """Of images it normalizes the channels."""
+
+    def forward(self, x):
+        if x.ndim != 4:
+            return super().forward(x)
+        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
+
+
+class OtherEpsOfVectors(OwnNorm):
+    def forward(self, x):
+        eps = 1e-5 if x.dim() > 1 else 1e-3
+        return F.layer_norm(x, (D,), self.weight, self.bias, eps)
+
+
+class OfManyRows(Llama):
+    def forward(self, hidden_states):
+        y = super().forward(hidden_states)
+        return y if hidden_states.shape[0] < 100 else 2 * y
+
+
+class ByRows(Llama):
+    """Its result does not depend on the number of rows or dimensions."""
+
+    def forward(self, hidden_states):
+        rows = hidden_states.view(-1, hidden_states.shape[-1])
+        return super().forward(rows).view(hidden_states.shape)
+
+
 class Broken(Norm):
     def forward(self, x):
         raise KeyError("no")
 
 
 OTHERS = [DoubledLlama, EpsOutside, OtherEps, Broken, ScaledNorm, Buffered, NoEps, Unit, Standard]
+OTHERS += [ChannelsFirst, OtherEpsOfVectors, OfManyRows]
 OTHERS += [KnowsWidth, lambda: OneScale(1), OneScale, ReadBuffer]
 
 
