@@ -78,6 +78,8 @@ class SavedTensors:
         self._owner = owner
         # the saved storages, by their keys
         self._saved: dict[int, _Saved] = {}
+        # by the same keys, how often each was saved
+        self._num_saves: dict[int, int] = {}
         # by the same keys, the modules that saved each storage, in order
         self._owners: dict[int, dict[str, None]] = {}
         # a weak reference keeps the address from being used again for another storage, but not the
@@ -118,9 +120,18 @@ class SavedTensors:
         # an output packed as it is would hold its own node: a cycle that is never freed
         return tensor.detach() if tensor.requires_grad else tensor
 
+    def discount(self, tensor: Tensor) -> None:
+        """Count a tensor once less: without these hooks a function would save its recipe."""
+        key = storage_key(tensor.untyped_storage())
+        if key in self._saved:
+            self._num_saves[key] -= 1
+            if not self._num_saves[key]:
+                del self._saved[key], self._owners[key]
+
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(storage)
+        self._num_saves[key] = self._num_saves.get(key, 0) + 1
         if key not in self._saved:
             self._references.append((StorageWeakRef(storage), _address(storage)))
             dtype = str(tensor.dtype).removeprefix("torch.")

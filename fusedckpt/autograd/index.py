@@ -159,9 +159,9 @@ def view_of(y: Any, *makers: str, is_behind: bool = False) -> View | None:
         row = row.older
     if row is None or whole is None or private.hooks_of(y) or private.hooks_of(whole):
         return None
+    # `are_as_before`, without a call
     for p, version in zip(row.parameters, row.versions, strict=True):
         if p is not None:
-            # one that is freed has no memory
             is_freed = not p.untyped_storage().nbytes() and p.numel()
             if is_freed or (version != p._version and not p.is_inference()):
                 return None
@@ -177,6 +177,17 @@ def view_of(y: Any, *makers: str, is_behind: bool = False) -> View | None:
     if not is_next:
         view.check = check_of(source, y)
     return view
+
+
+def are_as_before(parameters: Sequence[Tensor | None], versions: Sequence[int]) -> bool:
+    """Whether parameters were not freed, nor written since they had these versions."""
+    for p, version in zip(parameters, versions, strict=True):
+        if p is not None:
+            # one that is freed has no memory
+            is_freed = not p.untyped_storage().nbytes() and p.numel()
+            if is_freed or (version != p._version and not p.is_inference()):
+                return False
+    return True
 
 
 def expose(tensor: Tensor, *, is_read: bool = False) -> None:

@@ -18,7 +18,17 @@ from torch import nn
 
 # modules between the code of a model and ours
 _BETWEEN = "torch.nn.modules.module", "torch.autograd.function", "torch._ops"
-_is_between: dict[str, bool] = {}
+
+
+class _IsBetween(dict[str, bool]):
+    """Whether a module is between the code of a model and ours, by its name: without a call."""
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = name.startswith("fusedckpt.") or name in _BETWEEN
+        return self[name]
+
+
+_is_between = _IsBetween()
 # instructions that run no code beyond that of attributes
 _LOADS = ("LOAD_", "STORE_FAST", "BUILD_TUPLE", "BUILD_MAP", "BUILD_CONST_KEY_MAP", "DICT_MERGE")
 _QUIET = frozenset(
@@ -65,11 +75,11 @@ def note(
     frame = sys._getframe(1)
     place = None
     while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        is_between = _is_between.get(name)
-        if is_between is None:
-            is_between = name.startswith("fusedckpt.") or name in _BETWEEN
-            _is_between[name] = is_between
+        try:
+            is_between = _is_between[frame.f_globals["__name__"]]
+        except KeyError:
+            # code that was run without a name
+            is_between = False
         if not is_between:
             place = _site((id(frame), frame.f_lasti, frame.f_code))
             break

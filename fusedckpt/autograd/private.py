@@ -347,6 +347,8 @@ raw_saved: Callable[[Any], Any] = _probe(
 _GROUPS: Any = _probe("distributed.distributed_c10d._pg_map", (None,))
 # the packed tensors of torch's own nodes are attributes of names that begin so
 _SAVED = "_raw_saved_"
+# that of the tensor itself, without this part
+_RAW = "_raw"
 
 
 def has_ranks() -> bool:
@@ -354,9 +356,46 @@ def has_ranks() -> bool:
     return bool(_GROUPS)
 
 
-def is_sum(node: Any) -> bool:
-    """Whether a node is that of a sum of two tensors, perhaps with a factor."""
-    return node.__class__.__name__ == "AddBackward0"
+def is_sum(kind: type) -> bool:
+    """Whether a class of nodes is that of sums of two tensors, perhaps with a factor."""
+    return kind.__name__ == "AddBackward0"
+
+
+def is_product(kind: type) -> bool:
+    """Whether a class of nodes is that of products of two tensors."""
+    return kind.__name__ == "MulBackward0"
+
+
+# the attributes by which a node of a product has its packed factors
+FACTORS = "_raw_saved_self", "_raw_saved_other"
+
+
+_BATCH_NORM_NODES = (
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
+)
+_GROUP_NORM_NODE = "NativeGroupNormBackward0"
+
+
+def is_norm(kind: type) -> bool:
+    """Whether a class of nodes is that of batch or group norms."""
+    return kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
+
+
+def vectors_of_norm(node: Any) -> tuple[Any, Any] | None:
+    """Return the weight and bias of a norm by its node, None where it does not tell the bias."""
+    weight = node._saved_weight
+    if weight is None:
+        return None, None
+    # of a parameter that is trained
+    bias = getattr(node.next_functions[2][0], "variable", None)
+    return None if bias is None else (weight, bias)
+
+
+def running_of_norm(node: Any) -> tuple[Any, Any]:
+    """Return the running mean and variance of a batch norm by its node, None for a group norm."""
+    return getattr(node, "_saved_running_mean", None), getattr(node, "_saved_running_var", None)
 
 
 def parts_of_sum(node: Any) -> tuple[Any, ...]:
@@ -367,9 +406,33 @@ def parts_of_sum(node: Any) -> tuple[Any, ...]:
     return first, second
 
 
-def saved_of_norm(node: Any) -> tuple[Tensor, bool]:
-    """Return the input that a norm's node has saved, and whether it read batch statistics."""
-    return node._saved_input, getattr(node, "_saved_training", False)
+def name_of_kind(kind: type) -> str:
+    """Return the name of a class of torch's nodes, without the number of its overload."""
+    return kind.__name__.rstrip("0123456789")
+
+
+def saved_options(node: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return options of a call by their names, as its node has saved them."""
+    return tuple([getattr(node, "_saved_" + name) for name in names])
+
+
+def options_of_norm(node: Any) -> tuple[int, float, bool, torch.dtype | None] | None:
+    """Return options of a batch or group norm's call by its node, None for other nodes.
+
+    That is the number of groups, 0 for batch norm; eps; whether batch norm read batch statistics;
+    and the dtype of the weight, None for none.
+    """
+    # without calls of functions
+    kind = node.__class__.__name__
+    if kind == _GROUP_NORM_NODE:
+        groups, eps, by_batch = node._saved_group, node._saved_eps, True
+    elif kind in _BATCH_NORM_NODES:
+        eps = node._saved_eps if kind == _BATCH_NORM_NODES[0] else node._saved_epsilon
+        groups, by_batch = 0, node._saved_training
+    else:
+        return None
+    weight = node._saved_weight
+    return groups, eps, by_batch, None if weight is None else weight.dtype
 
 
 def saved_by(node: Any) -> list[Any]:
@@ -392,6 +455,16 @@ def saved_by(node: Any) -> list[Any]:
 def names_of_saved(kind: type) -> tuple[str, ...]:
     """Return the attributes by which a class of torch's nodes has its packed tensors."""
     return tuple([name for name in dir(kind) if name.startswith(_SAVED)])
+
+
+def calls_as(base: type[nn.Module], kind: type[nn.Module]) -> bool:
+    """Whether a subclass of a convolution of torch's has the method that the forward calls."""
+    return getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
+
+
+def saved_tensor(node: Any, name: str) -> Tensor:
+    """Return a packed tensor of a node by its attribute; raise RuntimeError if it was written."""
+    return getattr(node, name.removeprefix(_RAW))
 
 
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared

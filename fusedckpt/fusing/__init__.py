@@ -47,7 +47,8 @@ In each call of a swapped module (Swapped in swap.py):
     shared_layers.py
         runs the original, which saves a recipe of its input
     shared_channels.py
-        the same of layers of convolutional nets, by the recipes of the layers before them
+        the same of layers of convolutional nets, by the recipes of the layers before them, and of
+        functions that the model's code calls between them (node_recipes.py)
     recipe_models.py
         lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
         dropouts.py, recipe_kernels.py)

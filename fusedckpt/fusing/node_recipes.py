@@ -1,0 +1,425 @@
+"""Recipes of results by their nodes in the graph, which tell functions, options and tensors.
+
+    y = conv(F.relu(bn(x) + skip))
+
+A layer of ours notes its result at the result's node (`Entry`). Functions that a model's code calls
+between two layers are not seen; when a layer reads their result, their nodes tell them: a sum or
+product of two tensors, an activation, a batch or group norm. If their inputs have recipes, or are
+saved, the layer saves the recipe of its input, and so do the functions, in place of tensors that
+they have saved before.
+
+A function's inputs may be freed by then, so code may have written to them unseen. Samples of each
+tensor that a recipe replaces are compared in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fusedckpt.autograd import index, private
+from fusedckpt.autograd.dispatch import path_of
+from fusedckpt.autograd.index import CHANNELS
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, unpack, view_in
+from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
+from fusedckpt.autograd.tracker import LIMIT
+from fusedckpt.fusing import recipe_mode
+from fusedckpt.fusing.recipe_kernels import recipe_statistics
+
+# in the metadata of a node: the entry of its result
+_ENTRY = "fusedckpt_channels"
+# by the class of a node, its function, and the options that it has saved: those of the call
+_FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
+    "ReluBackward": (F.relu, ()),
+    "LeakyReluBackward": (F.leaky_relu, ("negative_slope",)),
+    "SiluBackward": (F.silu, ()),
+    "GeluBackward": (F.gelu, ("approximate",)),
+    "MishBackward": (F.mish, ()),
+    "HardswishBackward": (F.hardswish, ()),
+    "HardsigmoidBackward": (F.hardsigmoid, ()),
+    # of ReLU6 too
+    "HardtanhBackward": (F.hardtanh, ("min_val", "max_val")),
+    "SigmoidBackward": (torch.sigmoid, ()),
+    "TanhBackward": (torch.tanh, ()),
+    # of SELU too
+    "EluBackward": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
+    "CeluBackward": (F.celu, ("alpha",)),
+    "SoftplusBackward": (F.softplus, ("beta", "threshold")),
+    # of pools, which are as cheap
+    "AvgPool2DBackward": (
+        F.avg_pool2d,
+        ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
+    ),
+}
+# as `index.Source`; of a node, for a tensor of its result's shape, where that is freed
+Source = Callable[..., Made | None]
+
+
+class Entry(NamedTuple):
+    """A result, as it is found by its node."""
+
+    known: index.Known
+    # returns its recipe; None for a result of functions, which their nodes tell
+    source: Source | None
+    # counts the writes to the result, which may be freed
+    counter: Tensor
+    # as `known` has them, which loses them with the result
+    parameters: Sequence[Tensor | None]
+    # how it lies in its storage: shape, strides, dtype
+    layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+class _Counted(Leaf):
+    """A tensor that a function of the model's code has saved, and that hooks have counted."""
+
+    def add_reader(self, count: Count) -> None:
+        """Do nothing: it is counted, and stays."""
+
+
+class _Empties(dict[torch.device, Tensor]):
+    """Tensors without memory, by their devices."""
+
+    def __missing__(self, device: torch.device) -> Tensor:
+        return self.setdefault(device, torch.empty(0, device=device))
+
+
+_EMPTIES = _Empties()
+
+
+def note_result(
+    node: Any,
+    y: Tensor,
+    source: Source | None,
+    parameters: Sequence[Tensor | None],
+    made: Made | None,
+) -> None:
+    """Note the recipe of a result, None for one that the first reader makes."""
+    known = index.put(y, CHANNELS, source, *parameters)
+    if made is not None:
+        made.result = partial(unwritten, weakref.ref(y), y._version)
+        known.made = weakref.ref(made)
+    counter = y.detach()
+    counter.data = _EMPTIES[y.device]
+    layout = y.shape, y.stride(), y.dtype
+    node.metadata[_ENTRY] = Entry(known, source, counter, known.parameters, layout)
+
+
+def unwritten(reference: weakref.ref[Tensor], version: int) -> Tensor | None:
+    """Return a result that other code keeps, as it was."""
+    y = reference()
+    return y.detach() if y is not None and y._version == version else None
+
+
+@cache
+def saved_names(kind: type) -> tuple[str, str]:
+    """Return the attributes by which a node's class has its input and its result, "" for none."""
+    names = private.names_of_saved(kind)
+    inputs = [name for name in ("_raw_saved_input", "_raw_saved_self") if name in names]
+    return inputs[0] if inputs else "", "_raw_saved_result" if "_raw_saved_result" in names else ""
+
+
+def save_in_place(raw: Any, view: View, count: Count) -> None:
+    """Let a node save a view in place of a tensor."""
+    view.source.add_reader(count)
+    raw.register_hooks(view.replacing, unpack)
+
+
+@cache
+def _function_of(kind: type) -> tuple[Callable[..., Tensor] | None, tuple[str, ...]]:
+    """Return the function of a node's class, and its options; (None, ()) for other nodes."""
+    return _FUNCTIONS_OF_NODES.get(private.name_of_kind(kind), (None, ()))
+
+
+def replay_of_node(node: Any, device: torch.device) -> Replay | None:
+    """Return a call of a node's function with the options of its call; None for other nodes."""
+    func, names = _function_of(node.__class__)
+    if func is None:
+        return None
+    if not names:
+        return _replay(func, (), (), device)
+    return _replay(func, names, private.saved_options(node, names), device)
+
+
+@cache
+def _replay(
+    func: Callable[..., Tensor],
+    names: tuple[str, ...],
+    values: tuple[Any, ...],
+    device: torch.device,
+    num_tensors: int = 1,
+) -> Replay:
+    tensors = [torch.empty(0, device=device)] * num_tensors
+    replay, _ = replay_of(func, tensors, dict(zip(names, values, strict=True)))
+    # the tensors are those that autocast has cast
+    replay.autocast = None
+    return replay
+
+
+def made_of_norm(
+    node: Any,
+    y: Tensor,
+    source: View | Leaf,
+    vectors: tuple[Tensor | None, Tensor | None],
+    running: Sequence[Tensor | None],
+    *,
+    is_copied: bool,
+) -> Made | None:
+    """Return the recipe of a batch or group norm's result by its node, None for other nodes.
+
+    y: the result, or a tensor of its shape and dtype; source: how to read the input; vectors: the
+    weight and the bias; running: the running mean and variance; is_copied: whether code may free
+    the vectors.
+    """
+    options = private.options_of_norm(node)
+    weight, bias = vectors
+    # another dtype is that of a copy that autocast made
+    if options is None or (weight is not None and weight.dtype is not options[-1]):
+        return None
+    groups, eps, by_batch, _ = options
+    func: Any = F.group_norm if groups else F.batch_norm
+    args: Any = y, groups, weight, bias, eps
+    if not groups:
+        mean, var = running
+        args = recipe_mode.batch_norm_again(y, mean, var, weight, bias, by_batch, 0.0, eps)
+    again, tensors = replay_of(func, args, {})
+    inputs = [source]
+    for t in tensors[1:]:
+        inputs.append(Leaf(t.detach().clone() if is_copied else t))
+    if path_of(y.device, y.dtype) != "aten":
+        known = [t for t in (*running, *tensors[1:]) if t is not None]
+        saved = [t for t in private.saved_by(node) if isinstance(t, Tensor)]
+        inputs += map(Leaf, recipe_statistics(func, y, groups, known, saved))
+    return Made(func.__name__, again, inputs, [y])
+
+
+@cache
+def tells_function(kind: type) -> bool:
+    """Whether a class of nodes tells the function of code, and its inputs, of the same shape."""
+    if private.is_sum(kind) or private.is_product(kind) or private.is_norm(kind):
+        return True
+    return _function_of(kind)[0] not in (None, F.avg_pool2d)
+
+
+def view_by_node(x: Tensor, count: Count) -> View | None:
+    """Return how to read a result of functions of the model's code; None to save it.
+
+    A result of an activation below `FLOOR_BYTES` is saved: samples of it take most of the time.
+
+    count: see `Count`; for tensors of which the functions save recipes then.
+    """
+    node: Any = x.grad_fn
+    if not private.is_sum(node.__class__) and x.nbytes < recipe_mode.FLOOR_BYTES:
+        return None
+    entry: Entry | None = node.metadata.get(_ENTRY)
+    if entry is not None and entry.source is not None:
+        # a layer's, which `index` refuses
+        return None
+    if private.hooks_of(x) or x.untyped_storage().nbytes() != x.nbytes:
+        return None
+    walk = _Walk(x, count)
+    made = walk.combined(node, 1)
+    if made is None or made.depth > LIMIT or not walk.is_unwritten():
+        return None
+    view = view_in(made, x)
+    # code of the model has run since the parts were made
+    view.check = check_of(made, x)
+    walk.save_result(node, view)
+    note_result(node, x, None, (), made)
+    return view
+
+
+class _Walk:
+    """Finds the recipe of a tensor x by its node, and those of the functions before it."""
+
+    def __init__(self, x: Tensor, count: Count):
+        self.x = x
+        self.count = count
+        # the version of x if it is the result of a layer, which functions wrote over
+        self._version: int | None = None
+        # the most functions in sequence behind a layer
+        self._most = 0
+
+    def is_unwritten(self) -> bool:
+        """Whether no code has written to x but the functions that were found."""
+        version = self.x._version
+        # a new tensor of the first function, to which others may have written
+        return version < self._most if self._version is None else version == self._version
+
+    def combined(self, node: Any, num_functions: int) -> Made | None:
+        """Return the recipe of a function's result, None for one that is not known.
+
+        num_functions: from x to it.
+        """
+        kind = node.__class__
+        x = self.x
+        if private.is_sum(kind):
+            inputs = [self._part(part, num_functions) for part in private.parts_of_sum(node)]
+            return self._of_two("add", torch.add, inputs)
+        if private.is_product(kind):
+            pairs = enumerate(private.FACTORS)
+            inputs = [self._factor(node, *pair, num_functions) for pair in pairs]
+            return self._of_two("mul", torch.mul, inputs)
+        if not tells_function(kind):
+            return None
+        source = self._input(node, num_functions)
+        if source is None:
+            return None
+        if private.is_norm(kind):
+            return _norm_of_code(node, x, source)
+        again: Any = replay_of_node(node, x.device)
+        return Made(again.func.__name__, again, [source], [x])
+
+    def _of_two(
+        self, name: str, func: Callable[..., Tensor], inputs: Sequence[View | Leaf | None]
+    ) -> Made | None:
+        """Return the recipe of a function of two tensors, None where one is not known."""
+        views = [view for view in inputs if view is not None]
+        if len(views) < 2:
+            return None
+        return Made(name, _replay(func, (), (), self.x.device, 2), views, [self.x])
+
+    def _factor(self, node: Any, place: int, name: str, num_functions: int) -> View | Leaf | None:
+        """Return how to read a factor of a product, which may save it."""
+        parent, _ = node.next_functions[place]
+        raw = getattr(node, name)
+        if raw.data is None:
+            return self._part(parent, num_functions)
+        saved = self._saved(node, name, is_like=False)
+        if not isinstance(saved, Tensor):
+            return saved
+        is_like = saved.shape == self.x.shape and saved.dtype is self.x.dtype
+        return self._saving(raw, saved, self._part(parent, num_functions) if is_like else None)
+
+    def _part(self, node: Any, num_functions: int) -> View | Leaf | None:
+        """Return how to read the result of a node, which functions up to x read."""
+        if node is None or num_functions > LIMIT:
+            return None
+        entry: Entry | None = node.metadata.get(_ENTRY)
+        if entry is not None and (entry.source is not None or entry.known.made() is not None):
+            made = self._noted(node, entry, num_functions)
+            return None if made is None else _whole(made)
+        if not tells_function(node.__class__):
+            return None
+        self._most = max(self._most, num_functions + 1)
+        _, name = saved_names(node.__class__)
+        saved = self._saved(node, name) if name else None
+        if isinstance(saved, View):
+            return saved
+        if name and saved is None:
+            return None
+        made = self.combined(node, num_functions + 1)
+        is_other = isinstance(saved, Tensor) and saved.stride() != self.x.stride()
+        if made is None or made.depth > LIMIT or is_other:
+            return None if saved is None else _Counted(saved)
+        view = _whole(made)
+        if isinstance(saved, Tensor):
+            view.check = check_of(made, saved)
+            self.save_result(node, view)
+        return view
+
+    def _noted(self, node: Any, entry: Entry, num_functions: int) -> Made | None:
+        """Return the recipe of a noted result, None where it was written before, or has none."""
+        known = entry.known
+        result = known()
+        version = known.version
+        if result is self.x:
+            version += num_functions
+            self._version = version
+        elif result is not None and private.hooks_of(result):
+            return None
+        self._most = max(self._most, num_functions)
+        shape, _, dtype = entry.layout
+        if shape != self.x.shape or dtype is not self.x.dtype:
+            return None
+        is_written = entry.counter._version != version
+        if is_written or not index.are_as_before(entry.parameters, known.versions):
+            return None
+        made = known.made()
+        if made is None:
+            made = entry.source and entry.source(self.x, entry.parameters, node)
+            if made is None:
+                return None
+            # other readers take views of the result
+            made.layouts[0] = entry.layout
+            known.made = weakref.ref(made)
+        return made if isinstance(made, Made) and made.is_current() else None
+
+    def _input(self, node: Any, num_functions: int) -> View | Leaf | None:
+        """Return how to read the input of an activation, which may save it."""
+        name, _ = saved_names(node.__class__)
+        saved = self._saved(node, name) if name else None
+        if name and (saved is None or isinstance(saved, View)):
+            return saved
+        ((parent, _), *_) = node.next_functions
+        view = self._part(parent, num_functions)
+        if isinstance(saved, Tensor):
+            return self._saving(getattr(node, name), saved, view)
+        return view
+
+    def _saving(self, raw: Any, saved: Tensor, view: View | Leaf | None) -> View | Leaf:
+        """Return how to read a tensor that a function has saved; let it save a recipe, if known."""
+        if not isinstance(view, View) or view.stride != saved.stride():
+            return _Counted(saved)
+        if view.check is None:
+            view.check = check_of(view.source, saved)
+        self._save(raw, view)
+        return view
+
+    def _saved(self, node: Any, name: str, *, is_like: bool = True) -> View | Tensor | None:
+        """Return what a node has saved; None where it is freed or was written.
+
+        is_like: return None where it has another shape or dtype than x.
+        """
+        try:
+            saved = getattr(node, name).data
+            if saved.__class__ in PLAIN_TENSORS:
+                saved = private.saved_tensor(node, name)
+        except RuntimeError:
+            return None
+        x = self.x
+        if isinstance(saved, View):
+            return saved if saved.size == x.shape or not is_like else None
+        if saved.__class__ not in PLAIN_TENSORS:
+            return None
+        is_other = saved.shape != x.shape or saved.dtype is not x.dtype
+        return None if is_like and is_other else saved
+
+    def save_result(self, node: Any, view: View) -> None:
+        """Let a function that saves its result save a view in its place."""
+        _, name = saved_names(node.__class__)
+        if name and getattr(node, name).data.__class__ is not View:
+            self._save(getattr(node, name), view)
+
+    def _save(self, raw: Any, view: View) -> None:
+        """Let a function save a view in place of a tensor."""
+        tensor = raw.data
+        try:
+            raw.register_hooks(view.replacing, unpack)
+        except RuntimeError:
+            # hooks that count have it
+            discount = getattr(getattr(self.count, "__self__", None), "discount", None)
+            if discount is not None:
+                discount(tensor)
+        else:
+            view.source.add_reader(self.count)
+
+
+def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:
+    """Return the recipe of a norm that code calls with parameters; x: as `made_of_norm`'s y."""
+    vectors = private.vectors_of_norm(node)
+    if vectors is None or not index.are_as_before(vectors, index.versions_of(*vectors)):
+        return None
+    running = private.running_of_norm(node)
+    return made_of_norm(node, x, source, vectors, running, is_copied=private.has_ranks())
+
+
+def _whole(made: Made) -> View:
+    """Return how to read a recipe's one result."""
+    shape, stride, _ = made.layouts[0]
+    return View(made, 0, shape, stride, 0)
