@@ -932,3 +932,41 @@ def test_batch_norm_without_weights_in_bfloat16():
     eager = nn.Sequential(conv().bfloat16(), norm, nn.SiLU(), conv().bfloat16()).to(DEVICE)
     x = 10 + torch.randn(N, C, SIDE, SIDE, device=DEVICE, dtype=torch.bfloat16)
     same(trained(fused(eager), x), trained(eager, x))
+
+
+def test_values_are_made_once():
+    """Both of a value's readers read it before it is freed."""
+    for name in ("batch norm, in place", "residual blocks"):
+        eager, x = net(name)
+        ours = fused(eager)
+        trained(ours, x, 1)
+        num_calls = []
+        for model in (eager, ours):
+            with torch.profiler.profile() as profile:
+                model(x).square().mean().backward()
+            names = [event.name for event in profile.events() or ()]
+            num_calls.append(names.count("aten::batch_norm"))
+        assert num_calls[1] <= 2 * num_calls[0]
+
+
+def test_functions_that_other_code_replaces(monkeypatch):
+    """Nodes of other functions tell no recipe."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, *dy):
+            return 2 * dy[0]
+
+    layers = conv(), nn.SiLU(), conv(), nn.GELU(), conv(), bn(), nn.ReLU(), conv()
+    eager = nn.Sequential(*layers).to(DEVICE)
+    ours = fused(eager)
+    batch_norm = F_.batch_norm
+    monkeypatch.setattr(F_, "batch_norm", lambda x, *args: Scaled.apply(batch_norm(x, *args)))
+    monkeypatch.setattr(F_, "silu", lambda x, inplace=False: x.sigmoid() * x)
+    monkeypatch.setattr(F_, "gelu", lambda x, approximate="none": Scaled.apply(x))
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    same(trained(ours, x), trained(eager, x))
