@@ -22,12 +22,15 @@ Codes and scales are one tensor of bytes, `packed_nbytes`: one allocation, which
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from .runtime import cdiv, jit_kernel, load, row_blocks, store, tl, triton
+from .runtime import cdiv, jit_kernel, load, round_to, row_blocks, store, tl, triton
 
 GROUP = 16
+IN_GROUP = tl.constexpr(GROUP)
 # groups of a program: 16 elements for each of 128 threads
 GROUPS = 128
 # so that the scales begin where a launch is remembered, see launch.py
@@ -41,6 +44,7 @@ INFINITY = tl.constexpr(float("inf"))
 # of float32, of a block's size, which torch's ops make
 _TEMPORARIES = 8
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def packed_layout(m: int, n: int) -> tuple[int, int]:
@@ -105,6 +109,66 @@ def pack_int8_kernel(
     tl.store(scales + groups, scale.to(tl.int16), groups < num_groups)
 
 
+@triton.jit
+def value_of(code, bits, LARGEST: tl.constexpr):
+    """Return the values of codes in float32; bits: the scales of their groups."""
+    code = code.to(tl.float32)
+    bits = bits.to(tl.int32)
+    scale = ((bits & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    size = tl.abs(code)
+    # the least of the codes that are special, which a group without any does not have
+    first = tl.where((bits & 0x8000) != 0, 126.0, 256.0)
+    value = code * tl.where((bits & 1) != 0, size, 1.0)
+    # of those all become the largest number, then 127 infinity and 128 NaN, as infinity times 0
+    value *= tl.where(size >= first, INFINITY, scale)
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    # no product comes last: with a sum of the reader it would be rounded once, not twice
+    return tl.where(size > first, value + value * ((128.0 - size) * INFINITY), value)
+
+
+@triton.jit
+def largest_of(dtype: tl.constexpr):
+    """Return the largest finite number of a dtype."""
+    if dtype == tl.float16:
+        largest: tl.constexpr = 65504.0
+    elif dtype == tl.bfloat16:
+        largest: tl.constexpr = 3.3895313892515355e38
+    else:
+        largest: tl.constexpr = 3.4028234663852886e38
+    return largest
+
+
+@triton.jit
+def load_scales(x, tile, m, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DTYPE: tl.constexpr):
+    """Load the scales of a tile of rows, where `load_rows` reads nine bits."""
+    if DTYPE is None:
+        bits = None
+    else:
+        rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
+        groups = tl.arange(0, BLOCK_N // IN_GROUP)[None, :]
+        mask = (rm < m) & (groups < x.stride_sm)
+        bits = tl.load(x.scales + rm * x.stride_sm + groups, mask, other=0)
+    return bits
+
+
+@triton.jit
+def load_rows(x, starts, rn, bits, mask, DTYPE: tl.constexpr):
+    """Load rows as float32; DTYPE: None, or that of rows in nine bits, which are `PackedMatrix`.
+
+    These have the bits that `unpack_int8_kernel` would write, and the same threads get them.
+    """
+    if DTYPE is None:
+        rows = load(x + starts + rn, mask)
+    else:
+        # a thread would load 16 codes, and with them 16 elements of each other tensor
+        codes = tl.max_contiguous(x.codes + starts + rn, (1, 128 // DTYPE.primitive_bitwidth))
+        code = tl.load(codes, mask, other=0)
+        wide = bits[:, :, None].broadcast_to(bits.shape[0], bits.shape[1], IN_GROUP)
+        value = value_of(code, wide.reshape(code.shape), largest_of(DTYPE))
+        rows = round_to(value, DTYPE).to(tl.float32)
+    return rows
+
+
 @jit_kernel
 def unpack_int8_kernel(
     codes,
@@ -119,17 +183,9 @@ def unpack_int8_kernel(
     """Write some groups of x [M, N], contiguous; LARGEST: the most that its dtype holds."""
     groups, rows, columns, mask = places_of(n, num_groups, GROUP, BLOCK)
     places = rows * n + columns
-    code = tl.load(codes + places, mask, 0).to(tl.float32)
-    bits = tl.load(scales + groups, groups < num_groups, 0).to(tl.int32)
-    scale = ((bits & 0x7FFE) << 16).to(tl.float32, bitcast=True)
-    size = tl.abs(code)
-    value = code * tl.where((bits & 1)[:, None] != 0, size, 1.0) * scale[:, None]
-    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
-    # the least code of those that are special, where the group has any
-    first = tl.where((bits & 0x8000) != 0, 126.0, 128.0)[:, None]
-    special = tl.where(size == 126, LARGEST, tl.where(size == 127, INFINITY, float("nan")))
-    special = tl.where(code < 0, -special, special)
-    store(x + places, tl.where(size >= first, special, value), mask)
+    code = tl.load(codes + places, mask, 0)
+    bits = tl.load(scales + groups, groups < num_groups, 0)
+    store(x + places, value_of(code, bits[:, None], LARGEST), mask)
 
 
 def pack_int8(x: Tensor, kernel: str, packed: Tensor | None = None) -> Tensor:
@@ -155,8 +211,12 @@ def pack_int8(x: Tensor, kernel: str, packed: Tensor | None = None) -> Tensor:
 
 def unpack_int8(packed: Tensor, out: Tensor, kernel: str) -> Tensor:
     """Write the values of a packed tensor into `out` [M, N], contiguous, and return it."""
-    m, n = out.shape
-    codes, scales = codes_and_scales(packed, m, n)
+    codes, scales = codes_and_scales(packed, *out.shape)
+    return _unpack(codes, scales, out, kernel)
+
+
+def _unpack(codes: Tensor, scales: Tensor, out: Tensor, kernel: str) -> Tensor:
+    n = out.shape[1]
     largest = torch.finfo(out.dtype).max
     groups = scales.numel()
     if groups and kernel == "aten":
@@ -166,6 +226,59 @@ def unpack_int8(packed: Tensor, out: Tensor, kernel: str) -> Tensor:
         tile = {"LARGEST": largest, "GROUP": GROUP, "BLOCK": GROUPS, "num_warps": 4}
         unpack_int8_kernel[(cdiv(groups, GROUPS),)](codes, scales, out, n, groups, **tile)
     return out
+
+
+class PackedMatrix(NamedTuple):
+    """Rows in nine bits, as `load_rows` reads them."""
+
+    # [M, N], contiguous
+    codes: Tensor
+    # int16 [M, N / 16], rounded up, contiguous
+    scales: Tensor
+    # elements between the rows of scales
+    stride_sm: int
+
+
+class PackedRows:
+    """A contiguous matrix [M, N] in nine bits, which launchers of rows take in a tensor's place.
+
+    Where no kernel runs, on ATen, it is unpacked first.
+    """
+
+    __slots__ = ("device", "dtype", "matrix", "shape")
+
+    def __init__(self, packed: Tensor, m: int, n: int, dtype: torch.dtype):
+        codes, scales = codes_and_scales(packed, m, n)
+        self.matrix = PackedMatrix(codes, scales, scales.stride(0))
+        self.shape = codes.shape
+        self.dtype = dtype
+        self.device = packed.device
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return 2
+
+    def stride(self, dim: int) -> int:
+        """Return the elements between rows, or between columns."""
+        return self.matrix.codes.stride(dim)
+
+    def element_size(self) -> int:
+        """Return the bytes of a value that is unpacked: its tiles are those of a tensor's."""
+        return self.dtype.itemsize
+
+    def new_empty(self, *sizes: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a new tensor."""
+        return self.matrix.codes.new_empty(*sizes, dtype=dtype or self.dtype)
+
+    @property
+    def constexprs(self) -> dict[str, Any]:
+        """The constant by which kernels read this, see `load_rows`."""
+        return {"PACKED": TRITON_DTYPES[self.dtype]}
+
+    def unpacked(self) -> Tensor:
+        """Return the tensor, for kernels that do not read nine bits."""
+        codes, scales, _ = self.matrix
+        return _unpack(codes, scales, self.new_empty(*self.shape), "triton")
 
 
 def codes_and_scales(packed: Tensor, m: int, n: int) -> tuple[Tensor, Tensor]:

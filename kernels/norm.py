@@ -10,11 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .int8 import PackedRows
 from .long_norm_kernels import split_norm_grad_kernel, wide_grad_kernel, wide_stats_kernel
 from .norm_kernels import NormGrad, NormOperands, norm_grad_kernel, norm_kernel, wide_norm_kernel
 from .partials import sum_partials
@@ -160,7 +161,7 @@ def shared_per_multiprocessor(device: torch.device) -> int:
 
 
 def norm(
-    x: Tensor,
+    x: Tensor | PackedRows,
     residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -169,25 +170,31 @@ def norm(
 ) -> tuple[Tensor, Tensor | None]:
     """Normalize the rows of x [M, N], or of x + residual, which is then returned beside y.
 
-    Matrices have adjacent columns, vectors [N] are contiguous; so it is in `norm_grad`.
+    Matrices have adjacent columns, vectors [N] are contiguous; so it is in `norm_grad`. An x in
+    nine bits has no residual.
     """
     m, n = x.shape
+    tile = rows_for(n)
+    operand: Any = x
+    if isinstance(x, PackedRows):
+        if n > MAX_BLOCK:
+            return norm(x.unpacked(), residual, weight, bias, rule, out_dtype)
+        tile = tile | x.constexprs
+        operand = x.matrix
     check_operands((x, residual), (weight, bias))
     y = x.new_empty(m, n, dtype=out_dtype)
     total = None
     if residual is not None:
         total = x.new_empty(m, n, dtype=torch.promote_types(x.dtype, residual.dtype))
     stride_rm = 0 if residual is None else residual.stride(0)
-    t = NormOperands(
-        x, residual, weight, bias, y=y, total=total, stride_xm=x.stride(0), stride_rm=stride_rm
-    )
+    strides = x.stride(0), stride_rm
+    t = NormOperands(operand, residual, weight, bias, y, total, *strides)
     args = t, m, n, rule.eps, rule.offset
     if n > MAX_BLOCK:
         # a whole chunk of two dtypes spills eight bytes on sm_90
         block = CHUNK if residual is None or residual.dtype == x.dtype else CHUNK // 2
         wide_norm_kernel[(m,)](*args, **rule.constexprs, BLOCK=block, num_warps=8)
     else:
-        tile = rows_for(n)
         grid = (cdiv(m, tile["BLOCK_M"]),)
         norm_kernel[grid](*args, **rule.constexprs, **tile)
     return y, total
@@ -196,7 +203,7 @@ def norm(
 def norm_grad(
     dy: Tensor,
     dtotal: Tensor | None,
-    x: Tensor,
+    x: Tensor | PackedRows,
     weight: Tensor | None,
     rule: NormRule,
     needs: tuple[bool, bool, bool],
@@ -206,14 +213,16 @@ def norm_grad(
 
     dw and db are rounded once, to `sums_dtype`, else they are float32.
     """
-    check_operands((dy, dtotal, x), (weight,))
-    (m, n) = x.shape
+    m, n = x.shape
     share = share_for(dy, x, rule)
     fits = n * 16 <= MAX_GRAD_BLOCK * share
+    if not fits and isinstance(x, PackedRows):
+        x = x.unpacked()
+    check_operands((dy, dtotal, x), (weight,))
     parts = 1 if fits else row_parts(dy, dtotal, x, weight, rule)
     units = num_multiprocessors(x.device)
     column_bytes = bytes_per_column(dy, dtotal, x)
-    how: Mapping[str, int] = {}
+    how: Mapping[str, Any] = {}
     if fits:
         chip = units, shared_per_multiprocessor(x.device), arch()
         programs, how = grad_launch_for((m, n), share, rule.kind, column_bytes, chip)
@@ -222,11 +231,15 @@ def norm_grad(
     else:
         blocks = cdiv(n, WIDE_TILE["BLOCK_N"])
         programs = max(1, min(cdiv(m, WIDE_TILE["BLOCK_M"]), cdiv(WIDE_PROGRAMS * units, blocks)))
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs[0] else None
+    dx = x.new_empty(m, n) if needs[0] else None
     dw = x.new_empty(programs, n, dtype=torch.float32) if needs[1] else None
     db = x.new_empty(programs, n, dtype=torch.float32) if needs[2] else None
     strides = dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0)
-    t = NormGrad(dy, dtotal, x, weight, dx, dw, db, *strides)
+    operand: Any = x
+    if isinstance(x, PackedRows):
+        how = {**how, **x.constexprs}
+        operand = x.matrix
+    t = NormGrad(dy, dtotal, operand, weight, dx, dw, db, *strides)
     numbers = m, n, rule.eps, rule.offset
     if fits:
         norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .int8 import load_rows, load_scales
 from .runtime import INTERPRETED, jit_kernel, load, round_to, store, tl, triton
 
 
@@ -66,9 +67,14 @@ def read_row(x, residual, total, x_offsets, residual_offsets, mask):
 
 
 @triton.jit
-def round_xhat(xhat, x, total):
-    """Round to the dtype of the normalized tensor: the sum where there is one, else x."""
-    if total is not None:
+def round_xhat(xhat, x, total, PACKED: tl.constexpr = None):
+    """Round to the dtype of the normalized tensor: the sum where there is one, else x.
+
+    PACKED: the dtype of x where that is in nine bits.
+    """
+    if PACKED is not None:
+        result = round_to(xhat, PACKED)
+    elif total is not None:
         result = round_to(xhat, total.dtype.element_ty)
     else:
         result = round_to(xhat, x.dtype.element_ty)
@@ -155,24 +161,31 @@ def norm_kernel(
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr = None,
 ):
-    """Normalize one tile of rows of `t`, NormOperands.
+    """Normalize one tile of rows of `t`, NormOperands; PACKED: see `load_rows`.
 
     Every load is issued before the first reduction waits.
     """
     rm = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     rn = tl.arange(0, BLOCK_N)[None, :]
     mask = (rm < m) & (rn < n)
-    row = read_row(t.x, t.residual, t.total, rm * t.stride_xm + rn, rm * t.stride_rm + rn, mask)
+    if PACKED is None:
+        row = read_row(t.x, t.residual, t.total, rm * t.stride_xm + rn, rm * t.stride_rm + rn, mask)
+    else:
+        bits = load_scales(t.x, tl.program_id(0), m, BLOCK_M, BLOCK_N, PACKED)
     if t.weight is not None:
         scale = load(t.weight + rn, rn < n) + offset
     if t.bias is not None:
         shift = load(t.bias + rn, rn < n)
+    if PACKED is not None:
+        # last, as it waits for the scales
+        row = load_rows(t.x, rm * t.stride_xm, rn, bits, mask, PACKED)
     if t.total is not None:
         store(t.total + rm * n + rn, row, mask)
     xhat = normalize(row, rm < m, mask, n, eps, LAYER)
     if ROUND:
-        xhat = round_xhat(xhat, t.x, t.total)
+        xhat = round_xhat(xhat, t.x, t.total, PACKED)
     if t.weight is not None:
         xhat *= scale
     if t.bias is not None:
@@ -216,10 +229,12 @@ def norm_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    PACKED: tl.constexpr = None,
 ):
     """Compute dx of the row tiles of this program, and its sums of dw and db in registers.
 
-    `t` is a NormGrad. A tile's loads are under way while the tiles before it are worked on.
+    `t` is a NormGrad, PACKED see `load_rows`. A tile's loads are under way while the tiles before
+    it are worked on.
     """
     rn = tl.arange(0, BLOCK_N)[None, :]
     if t.weight is not None:
@@ -227,17 +242,23 @@ def norm_grad_kernel(
     dw_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     db_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     tiles = tl.cdiv(m, BLOCK_M)
+    bits = load_scales(t.x, tl.program_id(0), m, BLOCK_M, BLOCK_N, PACKED)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
         mask = (rm < m) & (rn < n)
-        row = load(t.x + rm * t.stride_xm + rn, mask)
+        if PACKED is not None:
+            # too few for a copy that is under way for tiles: those of the next tile
+            others = load_scales(t.x, tile + tl.num_programs(0), m, BLOCK_M, BLOCK_N, PACKED)
+        row = load_rows(t.x, rm * t.stride_xm, rn, bits, mask, PACKED)
+        if PACKED is not None:
+            bits = others
         dout = load(t.dy + rm * t.stride_dym + rn, mask)
         grad = dout * scale if t.weight is not None else dout
         xhat, grad = grad_tile(row, grad, rm < m, mask, n, eps, LAYER)
         if t.db is not None:
             db_sum += dout
         if t.dw is not None:
-            dw_sum += dout * (round_xhat(xhat, t.x, None) if ROUND else xhat)
+            dw_sum += dout * (round_xhat(xhat, t.x, None, PACKED) if ROUND else xhat)
         if t.dx is not None:
             if t.dtotal is not None:
                 # on its way since the tile before, like the others; read from there this late, it

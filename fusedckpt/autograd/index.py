@@ -243,10 +243,12 @@ def saved_view(node: Any) -> View | Leaf | None:
         return None
 
 
-def save_view(node: Any, place: int, view: View) -> bool:
+def save_view(node: Any, place: int, view: View, unpack: Callable[[View], Tensor] = unpack) -> bool:
     """Let a node of a Function save a view in place of the tensor that it has saved at a place.
 
     Return False where torch does not let it. No hooks may be set around the node's call.
+
+    unpack: returns the tensor that the node's backward gets.
     """
     raw = private.raw_saved(node)
     if raw:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import dispatch, private
-from fusedckpt.autograd.recipes import Count, Leaf
+from fusedckpt.autograd.recipes import Count, Leaf, View
 from fusedckpt.autograd.storages import VersionCheck, is_dense, owns_storage, storage_of
 from fusedckpt.kernels import int8
 
@@ -80,6 +80,16 @@ class RoundedLayout(NamedTuple):
         pairs = zip(self.shape, self.stride, strict=True)
         width = next((n for n, stride in pairs if stride == 1 and n > 1), 1)
         return width if width >= int8.GROUP else self.numel
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether the tensor is contiguous, and its last dimension the rows of codes."""
+        size = 1
+        for n, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if n != 1 and stride != size:
+                return False
+            size *= n
+        return self.shape[-1:] == (self.width,)
 
     def values(self, packed: Tensor) -> Tensor:
         """Return the rounded values of a packed tensor, in memory of their own."""
@@ -188,6 +198,18 @@ class RoundedLeaf(Leaf):
         """Return the rounded values."""
         self._written.check()
         return self._tensor if self._packed is None else self._layout.values(self._packed)
+
+    def packed(self) -> Tensor:
+        """Return codes and scales, of a tensor that a reader has saved."""
+        self._written.check()
+        assert self._packed is not None
+        return self._packed
+
+    def holds(self, view: View) -> bool:
+        """Whether a view is of all rows of the tensor, so that kernels can read them packed."""
+        layout = self._layout
+        is_whole = view.size == layout.shape and view.stride == layout.stride and not view.offset
+        return is_whole and layout.has_rows and view.check is None
 
     def add_reader(self, count: Count) -> None:
         """Pack the tensor for its first reader; count the bytes for a hook that counts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
@@ -16,7 +17,8 @@ from fusedckpt.autograd.phases import PhaseLevels
 from fusedckpt.blocks import derive
 from fusedckpt.blocks.program import Program
 from fusedckpt.blocks.writer import Flags, Schedule
-from fusedckpt.kernels.runtime import as_vector, as_weight
+from fusedckpt.kernels.int8 import PackedRows
+from fusedckpt.kernels.runtime import as_matrix, as_vector, as_weight
 
 
 class Layout(NamedTuple):
@@ -253,6 +255,28 @@ class LayerCall:
     def has_beside(self, saved: Mapping[Any, Any]) -> bool:
         """Whether results that are saved beside the inputs are among the saved tensors."""
         return any(saved.get(name) is not None for name in self.program.saved_beside)
+
+    @cached_property
+    def reads_packed(self) -> bool:
+        """Whether kernels of its backward read x in nine bits: only a norm's read x there."""
+        first, *others = self.program.steps
+        x = self.program.inputs[0]
+        readers = [step.op for step in others if x in step.reads]
+        return (
+            first.op.is_norm
+            and getattr(first.op, "kernel", "aten") != "aten"
+            and first.reads == (x,)
+            # a sum reads nothing in backward
+            and not any(op.gradients for op in readers)
+            and (self.num_dims, self.chunks, self.input_dtype) == (1, 1, None)
+        )
+
+    def rows_of(self, key: str, value: Tensor) -> Any:
+        """Return a value of one dimension as rows: one, or those of an x in nine bits."""
+        if value.dtype is not torch.int8 or key != self.program.inputs[0]:
+            return as_matrix(value, self.num_dims)
+        *sizes, width = self.metas[0].shape
+        return PackedRows(value, math.prod(sizes), width, self.metas[0].dtype)
 
     @cached_property
     def described(self) -> dict[str, tuple[int, torch.dtype]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedckpt.autograd.backward import define
@@ -69,8 +70,10 @@ def _run_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tens
 def _fake_forward(tensors: list[Any], key: str, products: list[str]) -> list[Tensor]:
     call = CALLS[key]
     x = tensors[0]
+    # x in nine bits has no shape
+    shape = call.metas[0].shape if x.dtype == torch.int8 else x.shape
     sizes = [call.described[name] for name in _forward_code(call, products).results]
-    return [x.new_empty(call.shape(x.shape, width), dtype=dtype) for width, dtype in sizes]
+    return [x.new_empty(call.shape(shape, width), dtype=dtype) for width, dtype in sizes]
 
 
 def _flops(call: LayerCall, code: Schedule) -> int:

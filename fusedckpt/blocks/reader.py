@@ -20,8 +20,9 @@ from fusedckpt.autograd import index, levels
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import with_own_hooks
-from fusedckpt.autograd.recipes import Count, Made, View, cast, view_in
-from fusedckpt.autograd.rounded import rounded_leaf
+from fusedckpt.autograd.private import SEES_BATCHES
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View, cast, unpack, view_in
+from fusedckpt.autograd.rounded import RoundedLeaf, rounded_leaf
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
 from fusedckpt.blocks.call import LayerCall
@@ -52,7 +53,36 @@ def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | No
     """Return the source of a norm's result, see `index.Source`."""
     node: Any = n.grad_fn
     again = partial(_normalized, node.call, [p is not None for p in parameters])
-    return index.of_first_saved("norm", again, n, parameters)
+    made = index.of_first_saved("norm", again, n, parameters)
+    if made is not None and made.is_rounded and _hook_for(made.inputs[0], node.call) is _packed:
+        return _NormOfRounded(made.name, again, made.inputs, [n])
+    return made
+
+
+class _NormOfRounded(Made):
+    """A norm's result, which its kernel makes from an input in nine bits as it is."""
+
+    __slots__ = ()
+
+    def _run(self) -> Sequence[Tensor]:
+        x, *parameters = self.inputs
+        source: Any = x.source
+        return [self.again(source.packed(), *[leaf.read() for leaf in parameters])]
+
+
+def _packed(view: View) -> Tensor:
+    """Return codes and scales in place of the values, to a backward that no graph is made of."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not SEES_BATCHES:
+        return unpack(view)
+    source: Any = view.source
+    return source.packed()
+
+
+def _hook_for(view: View | Leaf, call: LayerCall) -> Callable[[View], Tensor]:
+    """Return what unpacks a view of a rounded tensor for a call: its kernels may read the codes."""
+    if isinstance(view, View) and isinstance(view.source, RoundedLeaf) and call.reads_packed:
+        return _packed if view.source.holds(view) else unpack
+    return unpack
 
 
 def _normalized(call: Any, are_given: Sequence[bool], x: Tensor, *parameters: Tensor) -> Tensor:
@@ -122,7 +152,8 @@ def _saving(view: View, run: Callable[[], Any], count: Count) -> Any:
         return y
     saved = node.saved_tensors
     inputs = node.saved.inputs
-    if 0 in inputs and index.save_view(node, place := inputs.index(0), view):
+    hook = _hook_for(view, node.call) if view.source.is_rounded else unpack
+    if 0 in inputs and index.save_view(node, place := inputs.index(0), view, hook):
         view.source.add_reader(count)
         saved = *saved[:place], *saved[place + 1 :]
     if count is not None:

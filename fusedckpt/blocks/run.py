@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedckpt.autograd.private import below
@@ -65,8 +66,13 @@ def forward(call: LayerCall, code: Schedule, tensors: Sequence[Any]) -> list[Ten
             args = _arguments(call, code, operands, buffers=buffers)
             for rows in row_chunks(num_rows, call.chunks):
                 code.run(rows.start, *_cut(code, args, rows))
-        if x.dim() == 2 and call.num_dims == 1:
+        dims = x.dim()
+        if dims == 2 and call.num_dims == 1:
             return results
+        if dims == 1 and x.dtype is torch.int8:
+            # x in nine bits, which has no shape
+            shape = call.metas[0].shape
+            return [y.view(call.shape(shape, y.shape[1])) for y in results]
         # below autograd, too, which refuses to write a view that a Function returns
         return [_in_shape(call, y, x) for y in results]
 
@@ -131,7 +137,10 @@ def _arguments(
             args.append(totals.get(call.num_inputs + key) if totals and one_row else None)
         else:
             rows: Any = operands[key] if kind == "value" else dys[program.results.index(key)]
-            if not (one_row and rows.dim() == 2 and rows.stride(1) == 1):
+            dims = rows.dim()
+            if dims == 1:
+                rows = call.rows_of(key, rows)
+            elif not (one_row and dims == 2 and rows.stride(1) == 1):
                 rows = as_matrix(rows, call.num_dims)
             # elementwise kernels read products, which hooks may have laid out otherwise
             args.append(rows.contiguous() if key in program.gemm_outputs else rows)

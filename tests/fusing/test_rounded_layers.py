@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support import DEVICE
+from support import DEVICE, launches
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from zoo import MLP, Attention, MLPBlock, SwiGLU
@@ -17,6 +17,7 @@ import fusedckpt
 from fusedckpt import checkpoint
 from fusedckpt.autograd import rounded
 from fusedckpt.kernels import int8
+from fusedckpt.kernels.runtime import HAS_TRITON
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 T, D, N = 64, 48, 3
@@ -478,6 +479,65 @@ def test_adapters(x):
     found, exact = step(ours, x), step(plain, x)
     assert exact[0] - found[0] == (N + 1) * T * D * (4 - 9 / 8)
     assert_near_steps(found, exact)
+
+
+class SharedNorm(nn.Module):
+    """A norm whose result two linears read."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.first = nn.Linear(D, D)
+        self.norm = norm(D)
+        self.linears = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
+
+    def forward(self, x):
+        h = self.first(x)
+        n = self.norm(h)
+        a, b = (linear(n) for linear in self.linears)
+        return a * b + h
+
+
+class NormLinear(nn.Sequential):
+    """A norm and its linear, which are one layer."""
+
+    def __init__(self, norm):
+        super().__init__(nn.Linear(D, D), norm(D), nn.Linear(D, D))
+
+
+def backward_of(kind, norm, dtype):
+    """Return the launches of a backward, the peak of one, and the gradients."""
+    model = made(partial(kind, norm), dtype, store="int8")
+    torch.manual_seed(2)
+    y = model(torch.randn(2, T // 2, D, device=DEVICE, dtype=dtype)).float().square().sum()
+    with launches() as counts:
+        y.backward(retain_graph=True)
+    grads = [p.grad.clone() for p in model.parameters()]
+    # a graph of the gradients is made of the values
+    again = torch.autograd.grad(y, list(model.parameters()), create_graph=True)
+    for grad, same in zip(grads, again, strict=True):
+        assert torch.allclose(grad, same, rtol=0.02, atol=0.02 * float(grad.abs().max()))
+    del again, same
+    return counts, peak_bytes(y.backward, DEVICE), grads
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize(
+    ("kind", "unpacks", "is_peak"), [(SharedNorm, 2, False), (NormLinear, 1, True)]
+)
+def test_norms_read_nine_bits(path, kind, unpacks, is_peak, norm, dtype):
+    """The norm that runs again and its gradient: no launch unpacks, and no tensor is made."""
+    counts, peak, grads = backward_of(kind, norm, dtype)
+    with patch.object(rounded.RoundedLeaf, "holds", return_value=False):
+        old_counts, old_peak, old_grads = backward_of(kind, norm, dtype)
+    is_kernel = path == "triton"
+    assert old_counts - counts == ({"unpack_int8_kernel": unpacks} if is_kernel else {})
+    assert not counts["unpack_int8_kernel"]
+    # the linears' gradients are the peak where two read the norm
+    assert old_peak - peak == is_kernel * is_peak * T * D * dtype.itemsize
+    for a, b in zip(grads, old_grads, strict=True):
+        assert torch.equal(a, b)
 
 
 class Stack(nn.Sequential):

@@ -126,6 +126,31 @@ def nine_bits() -> None:
     int8.pack_int8(meta(8192, 2 * 4096)[:, ::2], "triton")
 
 
+def packed_norm_grads() -> None:
+    """The gradients of norms that read x in nine bits."""
+    rms = norm.NormRule("rms", 1e-6)
+    for dtype, n, rules in (
+        (torch.bfloat16, 4096, (LLAMA, LAYER)),
+        (torch.bfloat16, 8192, (LAYER,)),
+        (torch.float32, 4096, (rms, LAYER)),
+    ):
+        x, w, rows = meta(8192, n, dtype=dtype), meta(n, dtype=dtype), packed(8192, n, dtype)
+        for rule in rules:
+            norm.norm_grad(x, x, rows, w, rule, (True, True, rule is LAYER))
+
+
+def packed_norms() -> None:
+    """Norms that backward runs again on x in nine bits."""
+    for dtype, n, rule in ((torch.bfloat16, 4096, LLAMA), (torch.float32, 4096, LAYER)):
+        w = meta(n, dtype=dtype)
+        norm.norm(packed(8192, n, dtype), None, w, w if rule is LAYER else None, rule, dtype)
+
+
+def packed(m: int, n: int, dtype: torch.dtype) -> int8.PackedRows:
+    """Return rows in nine bits."""
+    return int8.PackedRows(meta(int8.packed_nbytes(m, n), dtype=torch.int8), m, n, dtype)
+
+
 def routes(
     num_experts: int, top_k: int, n: int, gating_rule: gating.Gating, dtype: torch.dtype
 ) -> None:
@@ -149,6 +174,7 @@ def near_limits() -> None:
         norm_grads(n)
     for n in (4096, 8192, 16384):
         rare_norm_grads(n)
+    packed_norm_grads()
     gated_norms()
 
 
@@ -160,6 +186,7 @@ def one_of_each() -> None:
     chained()
     codes()
     nine_bits()
+    packed_norms()
     dropout(meta(8192, 4096), 0.05, meta(1, dtype=torch.int64), 3, "split")
     u, target = meta(512, 50257), meta(512, 1, dtype=torch.int64)
     y = statistics(u, target, LogitRule(), "triton")
@@ -189,6 +216,8 @@ def everything() -> None:
     gates()
     codes()
     nine_bits()
+    packed_norm_grads()
+    packed_norms()
     linears("gelu", "mish")
     linears("gelu", sizes=(8192, 11008, 1024))
     # rows of 1001 bf16 elements are not 16-byte aligned: pointer loads

@@ -104,12 +104,19 @@ def norms(compiled: list[Compiled], kernel: str) -> list[Compiled]:
     return records
 
 
+def is_packed(record: Compiled) -> bool:
+    """Whether it reads x in nine bits."""
+    return "PACKED=None" not in record.label
+
+
 @pytest.mark.parametrize("kernel", ["norm_kernel", "norm_grad_kernel"])
 def test_a_norm_waits_for_memory_once_a_row(compiled, kernel):
     """Every load is issued before the first reduction, and enough of them to hide the way."""
     for record in norms(compiled, kernel):
         row = model(record)
-        assert row.trips == 1, row
+        # scales of nine bits are loaded apart from copies, a tile ahead: none waits for them
+        is_ahead = is_packed(record) and kernel == "norm_grad_kernel"
+        assert row.trips == 1 + is_ahead, row
         if record.tile[0] // record.tile[1] == 4096:
             assert row.in_flight >= 32 << 10, row
 
@@ -119,7 +126,8 @@ def test_the_gradient_of_a_norm_reads_a_row_once(compiled):
     for record in norms(compiled, "norm_grad_kernel"):
         row = model(record)
         assert row.blocks == record.grid, row
-        assert row.moved == row.minimum, row
+        # four threads read a scale in float32
+        assert 0 <= row.moved - row.minimum <= is_packed(record) / 2, row
 
 
 def test_a_gemm_has_enough_of_its_tiles_under_way(compiled):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import DEVICE, HALF, launches
 
-from fusedckpt.kernels import int8
+from fusedckpt.kernels import int8, norm
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 PATHS = ["aten", pytest.param("triton", marks=pytest.mark.skipif(not HAS_TRITON, reason="Triton"))]
@@ -130,6 +130,36 @@ def test_paths_agree_for_any_strides(dtype, layout):
         assert torch.equal(a, b)
     assert torch.equal(y, z)
     assert torch.equal(y, both_ways("triton", x.contiguous())[1])
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton")
+@dtypes
+@pytest.mark.parametrize("shape", [(3, 17), (5, 45), (2, 70), (9, 130), (1, 1030), (0, 32)])
+def test_norms_of_rows_in_nine_bits(dtype, shape):
+    """The bits are those of rows that are unpacked first, special values among them."""
+    m, n = shape
+    x, dy, dtotal = (torch.randn(m, n, device=DEVICE).to(dtype) for _ in range(3))
+    x[:1, :3] = torch.tensor([torch.finfo(dtype).max, 1e-3, -50])
+    x[1:2, :2] = torch.tensor([math.inf, math.nan])
+    w = torch.randn(n, device=DEVICE)
+    packed = int8.pack_int8(x, "triton")
+    values = int8.unpack_int8(packed, torch.empty_like(x), "aten")
+    rows = int8.PackedRows(packed, m, n, dtype)
+    for rule in (
+        norm.NormRule("rms", 1e-5, 1.0, "llama"),
+        norm.NormRule("rms", 1e-5),
+        norm.NormRule("layer", 1e-5),
+    ):
+        with launches() as counts:
+            found = norm.norm(rows, None, w, w, rule, torch.float32)
+            grads = norm.norm_grad(dy, dtotal, rows, w, rule, (True, True, True))
+            part = norm.norm_grad(dy, None, rows, None, rule, (False, True, False))
+        assert counts == {"norm_kernel": 1, "norm_grad_kernel": 2, "sum_partials_kernel": 2}
+        expected = norm.norm(values, None, w, w, rule, torch.float32)
+        of_values = norm.norm_grad(dy, dtotal, values, w, rule, (True, True, True))
+        of_some = norm.norm_grad(dy, None, values, None, rule, (False, True, False))
+        for pair in ((found, expected), (grads, of_values), (part, of_some)):
+            torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0)])

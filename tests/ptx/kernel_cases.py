@@ -125,6 +125,33 @@ def normed(
     return beside((y, total, *grads), eager, x, r, w, b, dy, dtotal)
 
 
+def packed_normed(kind: str, dtype_name: str, m: int, n: int, cast: str = "torch") -> Results:
+    """The kernels of norms that read x in nine bits; bits are those of x unpacked before."""
+    dtype, rule = DTYPES[dtype_name], norm.NormRule(kind, 1e-6, 0.0, cast)
+    x, dy, dtotal, w = (torch.randn(*s, dtype=dtype) for s in (*[(m, n)] * 3, (n,)))
+    # curved groups
+    x[:, ::16] *= 100
+    b = torch.randn(n, dtype=dtype) if kind == "layer" else None
+    packed = int8.pack_int8(x, "aten")
+    values = int8.unpack_int8(packed, torch.empty_like(x), "aten")
+
+    def results(x: Tensor | int8.PackedRows) -> Sequence[Maybe]:
+        grads = norm.norm_grad(dy, dtotal, x, w, rule, (True, True, b is not None), dtype)
+        return norm.norm(x, None, w, b, rule, dtype)[0], *grads
+
+    ours = results(int8.PackedRows(packed, m, n, dtype))
+    for result, same in zip(ours, results(values), strict=True):
+        assert result is same or torch.equal(result, same)  # type: ignore[arg-type]
+
+    def eager(x: Tensor, w: Tensor, b: Maybe, dy: Tensor, dtotal: Tensor) -> Sequence[Maybe]:
+        leaves = [leaf(t) for t in (x, w, b) if t is not None]
+        y = normalized(leaves[0], leaves[1:], rule)
+        dx, *sums = torch.autograd.grad(y, leaves, dy)
+        return y.detach(), dx + dtotal, *sums, *[None] * (3 - len(leaves))
+
+    return beside(ours, eager, values, w, b, dy, dtotal)
+
+
 def norm_of_sums(kind: str, m: int, n: int) -> Results:
     """norm_grad_kernel of x in bfloat16 whose gradient, a sum of products, is in float32."""
     rule = norm.NormRule(kind, 1e-6)
@@ -272,6 +299,20 @@ def norm_cases() -> list[KernelCase]:
         named(normed, "rms", "f32", 2, 12288),
         named(normed, "rms", "f16", 2, 8200),
         named(normed, "layer", "f32", 34, 4112),
+        *(
+            named(packed_normed, *row)
+            for row in (
+                ("rms", "bf16", 70, 64, "llama"),
+                ("rms", "bf16", 3, 4096, "llama"),
+                ("rms", "f32", 3, 4080),
+                ("rms", "f16", 9, 301),
+                ("layer", "bf16", 3, 4096),
+                ("layer", "bf16", 2, 8192),
+                ("layer", "f32", 3, 4096),
+                # no kernel reads rows that are this long packed
+                ("rms", "bf16", 2, 16400),
+            )
+        ),
         named(norm_of_sums, "rms", 2, 16384),
         named(norm_of_sums, "rms", 2, 16400),
         named(norm_of_sums, "layer", 2, 16384),
