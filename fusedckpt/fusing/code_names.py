@@ -59,6 +59,12 @@ def names_in(code: CodeType) -> Iterator[str]:
         yield from part.co_names
 
 
+def is_read_as_global(code: CodeType, name: str) -> bool:
+    """Whether a name in code is that of a global variable alone, and of no attribute."""
+    operations = {i.opname for i in dis.get_instructions(code) if i.argval == name}
+    return operations <= {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_CONST"}
+
+
 class CodeRead(NamedTuple):
     """A variable from outside of a function that its code names."""
 

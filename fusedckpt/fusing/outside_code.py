@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fusedckpt.autograd import private
-from fusedckpt.fusing.code_names import CodeRead, codes_in, reads_in
+from fusedckpt.fusing.code_names import CodeRead, codes_in, is_read_as_global, reads_in
 from fusedckpt.fusing.code_watch import CHANGING, CodeWatch, is_library
 from fusedckpt.fusing.outside_reads import (
     MISSING,
@@ -158,7 +158,7 @@ class _Finder:
         watch = self._watch
         if watch.changing is not None:
             raise _Left(NotFused("state", f"{watch.changing}()"))
-        if reading := sorted(self._names & _READING):
+        if reading := sorted(self._reading()):
             raise _Left(NotFused("state", f"values by {reading[0]}()"))
         self._find_classes()
         bindings = self._bindings()
@@ -175,6 +175,21 @@ class _Finder:
             self._add(entry_of, os.environ._data, key, place)  # type: ignore[attr-defined]
         for function in self._functions:
             self._find_in(function, Place(function), 0)
+
+    def _reading(self) -> Iterator[str]:
+        """Yield names by which the code calls, or may call, functions that read files or objects.
+
+        A function of the user by such a name (`exists(value)`) is seen when it runs, as any other.
+        """
+        for code, namespace in self._watch.codes.values():
+            for part in codes_in(code):
+                for name in _READING.intersection(part.co_names):
+                    value = namespace.get(name)
+                    is_of_user = isinstance(value, FunctionType) and not is_library(
+                        value.__module__
+                    )
+                    if not (is_of_user and is_read_as_global(part, name)):
+                        yield name
 
     def _add(self, read: Read, holder: Any, name: Any, place: Place) -> Any:
         """Compare a value in each call; return the value."""

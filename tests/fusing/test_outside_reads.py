@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import types
+from os.path import getsize
 
 import pytest
 import torch
@@ -66,6 +67,17 @@ def by_default(scale=1.0, options={"scale": 1.0}):  # noqa: B006  # that is the 
 
 def indirectly():
     return by_global()
+
+
+def exists(value):
+    return value is not None
+
+
+EXISTS = exists
+
+
+def by_helper():
+    return 1.0 if exists(READ) else 0.5
 
 
 def closure():
@@ -215,6 +227,12 @@ READS = {
         lambda v: setattr(HERE, "by_global", (lambda: v) if v != 1 else READS["global"][0]),
         "by_global",
     ),
+    # a name that pathlib's method has
+    "exists": (
+        by_helper,
+        lambda v: setattr(HERE, "exists", (lambda value: False) if v != 1 else EXISTS),
+        "exists",
+    ),
 }
 
 
@@ -284,6 +302,10 @@ def by_file():
     return 0.5 if pathlib.Path("no such file").exists() else 1.0
 
 
+def by_size():
+    return 1.0 if getsize(__file__) else 0.5
+
+
 def by_iterator(numbers=iter([1.0] * 1000)):  # noqa: B008  # that is the case
     return next(numbers)
 
@@ -297,6 +319,7 @@ def by_iterator(numbers=iter([1.0] * 1000)):  # noqa: B008  # that is the case
         (by_iterator, "state"),
         (by_import, "state"),
         (by_file, "state"),
+        (by_size, "state"),
     ],
 )
 def test_a_value_that_cannot_be_compared_leaves_the_module(read, key, monkeypatch):
