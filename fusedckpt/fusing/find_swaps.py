@@ -192,6 +192,13 @@ class SwapFinder:
             if swap is not None:
                 self.search.swaps.append((module, swap))
             inside.update(_computed_in(module, notes))
+            if swap is None and self._runs_norm_again(name, module):
+                inside.update(module.children())
+
+    def _runs_norm_again(self, name: str, module: nn.Module) -> bool:
+        """Whether a module around a norm saves its own input, and runs the norm again."""
+        is_asked = self.search.has(name, "norm") and self.search.may_share(name)
+        return is_asked and self.search.save == "inputs" and reasons.wraps_norm(module)
 
     def _swap_of(self, name: str, module: nn.Module) -> Swap | None:
         """Return a module's swap, if any; report why a module that looks like an MLP has none."""

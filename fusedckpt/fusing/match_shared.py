@@ -86,7 +86,9 @@ def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
     channels = _layers_of_channels(search)
     behind = _behind(search, channels)
     for name, module in search.modules.items():
-        if module in seen or module._modules or not search.may_share(name):
+        if module in seen or not search.may_share(name):
+            continue
+        if module._modules and not reasons.wraps_norm(module):
             continue
         ours = channels.get(name) or _shared(module)
         is_norm = ours in (SharedNorm, SharedChannelNorm)
@@ -303,7 +305,8 @@ def _of_vectors(module: nn.Module) -> type[nn.Module] | None:
         return None
     if not takes_one(module):
         return None
-    return SharedNorm if looks_like(module) == "norm" else SharedCheap
+    is_norm = looks_like(module) == "norm" or reasons.wraps_norm(module)
+    return SharedNorm if is_norm else SharedCheap
 
 
 def _has_one_matrix(module: nn.Module) -> bool:

@@ -98,6 +98,16 @@ def _is_norm(module: nn.Module) -> bool:
     return are_vectors and not _NORM_FUNCTIONS.isdisjoint(names_in_forward(type(module)))
 
 
+def wraps_norm(module: nn.Module) -> bool:
+    """Whether a module of other code calls one norm, and has no weights but a scale or a shift."""
+    children = [*module.children()]
+    is_own = not type(module).__module__.startswith(("torch.", "fusedckpt."))
+    if not is_own or len(children) != 1 or not _is_norm(children[0]):
+        return False
+    vectors = [p for p in module._parameters.values() if p is not None]
+    return bool(vectors) and not any(is_lazy(p) or p.dim() > 1 for p in vectors)
+
+
 def _activates(module: nn.Module, activation_names: Set[str]) -> bool:
     """Whether a child, an attribute or the code of a module's forward is an activation."""
     if any(is_any_activation(child) for _, child in child_layers(module)):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, levels, next_call, phases, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
-from fusedckpt.autograd.index import ACTIVATION, LINEAR, NORM
+from fusedckpt.autograd.index import ACTIVATION, LINEAR, MODULE, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 from fusedckpt.autograd.replay import PLAIN_TENSORS
@@ -407,7 +407,7 @@ class SharedCheap(SharedFunctions):
 class SharedNorm(SharedFunctions):
     """Forward of a norm of other code, over channels for example: it saves its input alone."""
 
-    _fusedckpt_reads = (ACTIVATION,)
+    _fusedckpt_reads = (ACTIVATION, MODULE)
 
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
         """Return forward(x); its functions save recipes that begin at x."""

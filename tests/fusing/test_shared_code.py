@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from support import DEVICE, calls, gemms, peak_of_step, randn, saved_bytes
 from torch import nn
 from torch.utils.checkpoint import CheckpointError
-from zoo import Doubled, LoraLinear
+from zoo import Doubled, LlamaRMSNorm, LoraLinear
 
 from fusedckpt import fuse, unfuse
 from fusedckpt.layers.notes import NO_NOTES, notes_of, set_notes
@@ -318,6 +318,50 @@ def test_a_norm_that_saves_its_input_is_not_left():
     report = fuse(nn.Sequential(ScaleNorm(), nn.Linear(D, D)))
     assert report.shared["0"] == "ScaleNorm -> saves its input"
     assert report.left == {}
+
+
+class NormAroundNorm(nn.Module):
+    """Calls a norm without weights, and scales its result by its own weight, in two roundings."""
+
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.inner, self.gamma = inner, nn.Parameter(torch.full((D,), 0.5))
+
+    def forward(self, x):
+        return self.inner(x) * (self.gamma + 1.0)
+
+
+class ScaledReaders(nn.Module):
+    def __init__(self, inner: nn.Module):
+        super().__init__()
+        self.norm, self.q, self.k = NormAroundNorm(inner), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = x * 2
+        y = self.norm(x)
+        return x + self.q(y) - self.k(y)
+
+
+@pytest.mark.parametrize(
+    ("inner", "num_rows"), [(nn.LayerNorm(D, elementwise_affine=False), 2), (LlamaRMSNorm(D), 0)]
+)
+def test_a_norm_around_a_norm_saves_its_input(inner, num_rows):
+    torch.manual_seed(0)
+    eager = ScaledReaders(copy.deepcopy(inner)).to(DEVICE, torch.float64)
+    fused = copy.deepcopy(eager)
+    x = randn(2, T // 2, D, dtype=torch.float64)
+    report = fuse(fused)
+    assert (report.left, report.swapped) == ({}, {})
+    assert report.shared["norm"] == "NormAroundNorm -> saves its input"
+    assert_same(results(fused, x), results(eager, x))
+    # the norm's input, and the statistics of its rows where torch's function makes them
+    assert saved_bytes(fused, [x]) == ROWS + num_rows * 8 * T < saved_bytes(eager, [x]) / 2
+
+
+@pytest.mark.parametrize("options", [{"save": "preact"}, {"linear": False}, {"skip": "norm"}])
+def test_a_norm_inside_is_fused_where_the_one_around_is_not_asked_for(options):
+    model = ScaledReaders(nn.LayerNorm(D, elementwise_affine=False))
+    assert [*fuse(model, **options).swapped] == ["norm.inner"]
 
 
 def test_one_picture():
