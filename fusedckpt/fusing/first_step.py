@@ -36,6 +36,7 @@ from fusedckpt.fusing.mixers import (
     Before,
     RunningModule,
     RunObserver,
+    blocks_around,
     has_matrix,
     is_own,
     mixers_in_run,
@@ -126,6 +127,10 @@ def find_waiting(model: nn.Module, search: Search, former: Collection[str] = ())
     """
     undecided = {name: search.has(name, "attention") for name in _names_of_undecided(search)}
     names = {name: None for name, is_asked in undecided.items() if is_asked or name in former}
+    if search.save == "inputs":
+        names.update(
+            (name, None) for name in blocks_around(search) if search.has(name, "attention")
+        )
     has_channels = any(issubclass(swap.new_class, SharedChannels) for _, swap in search.swaps)
     if not (names or has_channels):
         # of a net of channels the call tells what recipes would bring
@@ -396,6 +401,8 @@ class _StepObserver(RunObserver):
         super().__init__(_swapped_in(top))
         # the modules of which it is decided, and the swap, or why there is none
         self._decided: dict[nn.Module, Swap | NotFused | None] = {}
+        # those that run again already, and were called
+        self._called = set[nn.Module]()
         # tensors for a hook around, which counts; a graph that is freed does not count
         hooks = private.top_hooks()
         self._outer: Callable[[Tensor], Any] | None = None if hooks is None else hooks[0]
@@ -451,6 +458,8 @@ class _StepObserver(RunObserver):
         super().enter(module, args)
         if self._running and self._running[-1].module is module:
             self._num_held.append(len(self._held))
+        if isinstance(module, Recomputed) and notes_of(module).match is None:
+            self._called.add(module)
 
     def _asks(self, module: nn.Module) -> bool:
         if module not in self._names or module in self._decided:
@@ -472,7 +481,8 @@ class _StepObserver(RunObserver):
         is_large = self.may_run_again(module) and self.saves_much(running, args, kwargs, output)
         # of several, one inside another, it is the innermost
         is_around = any(
-            m in self._decided and self._decided[m] is not None for m in module.modules()
+            m in self._called or (m in self._decided and self._decided[m] is not None)
+            for m in module.modules()
         )
         if is_around or not (kinds or is_large):
             self._decided[module] = None

@@ -79,7 +79,14 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
     """Find attention and mixers outside of swapped modules, which are not mostly an MLP."""
     known = {*search.inside, *(module for module, _ in search.swaps)}
     mlps = [module for module, swap in search.swaps if swap.kind == "mlp"]
-    for name, kinds in _mixers(model, search, batch).items():
+    mixers = _mixers(model, search, batch)
+    for name in [name for name in mixers if _is_mostly(search.modules[name], mlps)]:
+        # the block may call the forward of attention itself, so that the run saw the block alone
+        inside = {n: k for n, k in mixers_in_code(search.modules).items() if _is_inside(n, name)}
+        if inside:
+            del mixers[name]
+            mixers |= inside
+    for name, kinds in mixers.items():
         module = search.modules[name]
         if module in known or original_of(module) is not None:
             continue
@@ -94,6 +101,24 @@ def find_mixers(model: nn.Module, search: Search, batch: Any) -> None:
             continue
         search.report.run_again(name, swap.parts[""])
         search.swaps.append((module, swap))
+
+
+def blocks_around(search: Search) -> Iterator[str]:
+    """Yield the names of blocks with code that calls attention, around a module that does so, too.
+
+    A run tells which of the two is called: a block may call the layers of the module inside.
+    """
+    found = {m for m, swap in search.swaps if issubclass(swap.new_class, Recomputed)}
+    taken = {m for m, swap in search.swaps if swap.parts}
+    mlps = [module for module, swap in search.swaps if swap.kind == "mlp"]
+    for name, module in search.modules.items():
+        if not name or module in taken or module in search.inside or not is_own(module):
+            continue
+        inner = [*module.modules()]
+        if found.isdisjoint(inner) or any(isinstance(m, _NOT_RERUN) for m in inner):
+            continue
+        if NAME in kinds_called(module) and not _is_mostly(module, mlps):
+            yield name
 
 
 def _is_mostly(module: nn.Module, mlps: Sequence[nn.Module]) -> bool:
@@ -147,15 +172,16 @@ def _not_reached(
     in_code: Mapping[str, frozenset[str]], in_run: Mapping[str, frozenset[str]]
 ) -> dict[str, frozenset[str]]:
     """Return the modules in parts of the model that the run did not reach."""
-
-    def is_inside(inner: str, outer: str) -> bool:
-        return f"{inner}.".startswith(f"{outer}.")
-
     return {
         name: kinds
         for name, kinds in in_code.items()
-        if not any(is_inside(name, other) or is_inside(other, name) for other in in_run)
+        if not any(_is_inside(name, other) or _is_inside(other, name) for other in in_run)
     }
+
+
+def _is_inside(inner: str, outer: str) -> bool:
+    """Whether a name is that of a module inside of another one, or the same."""
+    return f"{inner}.".startswith(f"{outer}.")
 
 
 def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -512,3 +512,60 @@ def test_a_small_mlp_runs_again_with_its_attention():
     x = randn(2, T, D)
     torch.testing.assert_close(grads(fused, x), grads(eager, x))
     assert saved_bytes(fused, [x]) == 2 * T * D * 4
+
+
+class CallsLayers(nn.Module):
+    """Computes attention by the layers of a module that would compute it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Direct()
+
+    def forward(self, x):
+        heads = self.attention.qkv(x).unflatten(-1, (3, 2, -1)).movedim(-3, 0)
+        y = direct(*heads.transpose(-3, -2))
+        return x + self.attention.out(y.transpose(-3, -2).flatten(-2))
+
+
+class CallsBoth(CallsLayers):
+    def forward(self, x):
+        return self.attention(super().forward(x))
+
+
+def test_a_block_that_calls_the_layers_of_attention():
+    eager, fused, report = pair(CallsLayers)
+    x = randn(2, T, D)
+    for _ in range(2):
+        torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert report.swapped["1"] == "CallsLayers -> recomputed but for attention itself"
+    # x, and attention's result and statistics
+    statistics = statistics_bytes(rows=T, heads=2, width=D // 2)
+    assert saved_bytes(fused, [x]) == 2 * T * 2 * D * 4 + statistics
+
+
+def test_a_block_that_calls_attention_itself_and_a_module_of_it():
+    """The module runs again, and not the block, in which that would run a third time."""
+    eager, fused, report = pair(CallsBoth)
+    x = randn(2, T, D)
+    for _ in range(2):
+        torch.testing.assert_close(grads(fused, x), grads(eager, x))
+    assert "1" not in report.swapped
+    assert report.swapped["1.attention"] == "Direct -> recomputed but for attention itself"
+
+
+class CallsForward(nn.Module):
+    """Calls no module, but their forward, which hooks do not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = Direct()
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D))
+
+    def forward(self, x):
+        return x + self.mlp.forward(self.attention.forward(x))
+
+
+def test_attention_that_a_batch_shows_only_in_a_block_around():
+    report = fuse(nn.Sequential(nn.LayerNorm(D), CallsForward()), example_inputs=randn(2, T, D))
+    assert report.swapped["1.attention"] == "Direct -> recomputed but for attention itself"
+    assert report.left == {}
