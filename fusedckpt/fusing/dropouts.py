@@ -19,10 +19,12 @@ class Noise:
         self.size = like.shape
         self.stride = like.stride()
         self.dtype = like.dtype
+        # a CPU, or meta tensors of an estimate
+        self.device = like.device
 
     def __call__(self) -> Tensor:
         """Return the noise again."""
-        noise = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        noise = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         with rng.kept([rng.CPU]):
             rng.CPU.write(self.state)
             return drawn(noise, self.p)

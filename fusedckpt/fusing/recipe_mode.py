@@ -255,13 +255,14 @@ class RecipeMode(TorchFunctionMode):
     ) -> Tensor:
         """Run dropout as torch does, with the same random numbers.
 
-        On a CPU autograd saves the noise, as large as the input, elsewhere a mask of one byte for
-        each element. Their recipe is the random state. The mask is saved on devices other than
-        CUDA, and in a graph that is captured, as the random state is then on the device.
+        On a CPU, and of meta tensors, autograd saves the noise, as large as the input, elsewhere a
+        mask of one byte for each element. Their recipe is the random state. The mask is saved on
+        devices other than CUDA, and in a graph that is captured, as the random state is then on the
+        device.
         """
         if not training or not 0 < p < 1:
             return F.dropout(input, p, training, inplace)
-        if input.device.type == "cpu":
+        if input.device.type in ("cpu", "meta"):
             noise = torch.empty_like(input)
             self._note(dropouts.Noise(noise, p), [], dropouts.drawn(noise, p), (), name="dropout")
             multiply = self._writing if inplace else self._cheap

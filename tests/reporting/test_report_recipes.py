@@ -105,6 +105,12 @@ def test_an_estimate_sees_recipes_of_small_tensors(monkeypatch):
     )
 
 
+def test_an_estimate_draws_the_noise_of_dropout_again():
+    layers = nn.Conv2d(C, C, 1), nn.Sigmoid(), nn.Dropout(0.5), nn.Conv2d(C, C, 1)
+    model, x = _fused_with_recipes(nn.Sequential(*layers), torch.randn(ROWS, C, SIDE, SIDE))
+    assert fusedckpt.estimate(model, x).saved_bytes == fusedckpt.report(model, x).saved_bytes
+
+
 class Picky(ConvNet):
     """Raises where a function mode is active."""
 
