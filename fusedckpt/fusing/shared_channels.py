@@ -65,6 +65,10 @@ class SharedChannels(Shared):
             return super(Shared, self).forward(*args, **kwargs)
         (x,) = args
         if not _may_have_recipe(x):
+            in_mode = private.num_function_modes() and tracker.sees_alone()
+            if in_mode and tracker.outside_mode(_is_below_floor, x):
+                # the mode takes large tensors alone
+                return tracker.outside_mode(self.forward, x)
             return super().forward(x)
         hooks = private.top_hooks()
         if hooks is not None and not only_count(hooks):
@@ -303,6 +307,11 @@ def _may_have_recipe(x: Any) -> bool:
         return False
     # make_fx pushes a mode of dispatch
     return not (private.num_dispatch_modes() and dispatch.is_traced(x))
+
+
+def _is_below_floor(x: Any) -> bool:
+    """Whether a layer may have a recipe of its input, and a mode of recipes takes none."""
+    return _may_have_recipe(x) and x.nbytes < recipe_mode.FLOOR_BYTES
 
 
 def _is_of_others(x: Tensor) -> bool:

@@ -480,6 +480,20 @@ def test_functions_of_small_results_are_left():
     assert sizes[1] - sizes[0] == x.nbytes
 
 
+@pytest.mark.parametrize("name", ["batch norm, in place", "group norm, SiLU", "residual blocks"])
+def test_mode_of_recipes_saves_no_more_than_layers(name, monkeypatch):
+    model = NETS[name][0]().to(DEVICE)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    # between the sizes that layers and that the mode take
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 2 * x.nbytes)
+    ours, both = copy.deepcopy(model), copy.deepcopy(model)
+    fusedckpt.fuse(ours)
+    fusedckpt.fuse(both, recompute_elementwise=True)
+    same(trained(both, x), trained(model, x))
+    sizes = [saved_bytes(each, [x.requires_grad_()]) for each in (model, ours, both)]
+    assert sizes[0] > sizes[1] == sizes[2]
+
+
 def test_functions_whose_results_are_written_without_a_version():
     def write(model, h):
         h = F_.relu(h)
