@@ -78,9 +78,9 @@ class WrittenTensors:
     def learn(self) -> None:
         """Learn, after the call, which tensors it wrote."""
         for parameter, version in self._changed_parameters():
-            self._learn(parameter, version, _digest)
+            self._learn(parameter, version, digest_of)
         for _, buffer, version in self._buffers:
-            self._learn(buffer, version, _digest)
+            self._learn(buffer, version, digest_of)
         for tensor, version in self._others:
             self._learn(tensor, version, lambda _: None)
         self._others = ()
@@ -125,8 +125,7 @@ class WrittenTensors:
         digest = self._digests.get(id(tensor))
         if digest is not None:
             # a buffer may be written with its own values, as DistributedDataParallel does
-            now = _digest(tensor)
-            return now is None or not torch.equal(digest, now)
+            return not has_digest(tensor, digest)
         # an optimizer in backward writes a parameter after its last recompute
         return not private.updates_early(tensor)
 
@@ -155,7 +154,7 @@ def is_constant(buffer: Tensor) -> bool:
     return buffer.nbytes > COPIED_NBYTES and type(_KNOWN.get(buffer)) is tuple
 
 
-def _digest(tensor: Tensor) -> Tensor | None:
+def digest_of(tensor: Tensor) -> Tensor | None:
     """Return numbers that tell a tensor's values from others; None for some classes and dtypes."""
     kind = tensor.dtype
     is_known = kind == torch.bool or (kind.is_floating_point and kind.itemsize > 1)
@@ -170,6 +169,14 @@ def _digest(tensor: Tensor) -> Tensor | None:
         # of an even number of equal values the first is 0
         numbers = _hash(tensor), tensor.sum(dtype=torch.float64)
         return torch.stack([number.view(torch.int64) for number in numbers])
+
+
+def has_digest(tensor: Tensor, digest: Tensor | None) -> bool:
+    """Whether a tensor has the values of a digest; where there was none, nothing is known."""
+    if digest is None:
+        return True
+    now = digest_of(tensor)
+    return now is not None and torch.equal(now, digest)
 
 
 @cache

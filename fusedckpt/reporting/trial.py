@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of
+from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of, updates_early
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.fusing.first_step import on_trial
+from fusedckpt.fusing.written_tensors import digest_of, has_digest
 from fusedckpt.memory import strided
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (
@@ -52,7 +53,8 @@ def trial(
     fit, in pinned host memory otherwise; attributes of modules, such as `training`, with the
     containers, tensors, arrays and random number generators among them, and of the optimizer; the
     random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did not change is not
-    written to. Parameters that `optimizer` does not have are not copied.
+    written to. Parameters that `optimizer` does not have are not copied, but for those with hooks
+    that run when their gradients are complete, such as an optimizer's in backward.
 
     Items of containers, and attributes of objects among `inputs`, are read and written past the
     methods of their own classes, and written only where they changed. Objects in attributes of
@@ -74,7 +76,7 @@ def trial(
     leaves = [tensor for tensor in tensors_of(inputs) if isinstance(tensor, nn.Parameter)]
     parameters = [*model.parameters(), *trained, *leaves]
     with torch.inference_mode(False), on_trial(), ExitStack() as undo:
-        watched: list[tuple[str, nn.Parameter, int]] = []
+        watched: list[tuple[str, nn.Parameter, int, Tensor | None]] = []
         # undone in reverse: this raises once all else is put back
         undo.callback(_check_unwritten, watched)
         undo.callback(rng.RandomStates(rng.everywhere()).restore)
@@ -89,8 +91,11 @@ def trial(
         backup.add_modules(model)
         for name, parameter in model.named_parameters():
             undo.callback(_put_memory_back, parameter, parameter.detach())
+            if updates_early(parameter):
+                # by an optimizer of other code, which may write without a version
+                backup.add(parameter)
             if not backup.has(parameter):
-                watched.append((name, parameter, parameter._version))
+                watched.append((name, parameter, parameter._version, digest_of(parameter)))
         yield
 
 
@@ -289,8 +294,11 @@ def _put_memory_back(tensor: Tensor, whole: Tensor) -> None:
         tensor.data = whole
 
 
-def _check_unwritten(watched: list[tuple[str, nn.Parameter, int]]) -> None:
-    written = [name for name, parameter, version in watched if parameter._version != version]
+def _check_unwritten(watched: list[tuple[str, nn.Parameter, int, Tensor | None]]) -> None:
+    written = []
+    for name, parameter, version, digest in watched:
+        if parameter._version != version or not has_digest(parameter, digest):
+            written.append(name)
     if written:
         raise RuntimeError(
             f"fusedckpt: the step changed {', '.join(written)}, which no optimizer= has, and their "

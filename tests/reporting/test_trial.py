@@ -214,6 +214,34 @@ def test_a_parameter_written_to_is_reported():
     assert torch.equal(model.slow.weight, before)
 
 
+def test_a_write_without_a_version_is_reported():
+    class Normalized(nn.Linear):
+        def forward(self, x):
+            self.weight.data.mul_(2.0)
+            return super().forward(x)
+
+    model = Normalized(4, 4).to(DEVICE)
+    lost = pytest.raises(RuntimeError, match=r"the step changed weight, which no optimizer= has")
+    with lost, trial(model):
+        model(randn(2, 4)).sum().backward()
+
+
+def test_updates_in_backward_are_put_back():
+    """Those of an optimizer of other code, which no argument tells."""
+
+    def update(parameter):
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+        parameter.grad = None
+
+    model = nn.Linear(4, 4, device=DEVICE)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    before = copy.deepcopy(model.state_dict())
+    with trial(model):
+        model(randn(2, 4)).sum().backward()
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
 def test_replaced_memory_is_put_back():
     model = nn.Linear(4, 4, device=DEVICE)
     address, before = model.weight.data_ptr(), model.weight.detach().clone()
