@@ -3,11 +3,12 @@
 It notes the attributes of the module and of those inside, of their classes, of plain objects in
 them and among the arguments, and the contents of plain containers in all of these: by reference,
 without a copy of a tensor. So a recompute finds a counter, a popped argument, a scheduler or an
-option of a config as the forward did, and leaves all of them as they are.
+option of a config as the forward did, and leaves all of them as they are. So it does with global
+containers and tensors, and with global variables that the code of the forward assigns.
 
 Tensors are not copied but for those that the forward itself writes in place, see
 `written_tensors`. A parameter or buffer that other code wrote since is an error, by its name. Other
-state, such as a global variable, is not noted: samples of the saved tensors tell where it has
+state, such as that of global objects, is not noted: samples of the saved tensors tell where it has
 changed.
 """
 
@@ -18,7 +19,7 @@ from collections import UserDict
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
-from types import CellType, FunctionType, SimpleNamespace
+from types import CellType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.jit import ScriptModule
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
+from fusedckpt.fusing.code_names import READ_PACKAGES, CodeRead, functions_reached, reads_in
 from fusedckpt.fusing.written_tensors import Buffer, WrittenTensors
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (
@@ -33,6 +35,7 @@ from fusedckpt.state.holders import (
     MOST_ENTRIES,
     MOST_OBJECTS,
     PLAIN,
+    NamedAttributes,
     contents_of,
     has,
     holders_of,
@@ -152,8 +155,8 @@ class CallState:
                 objects.append(contents[name])
         for kind in classes:
             objects += _state_of_class(kind)
-            for numbers in numbers_of(kind):
-                self._note_contents(numbers)
+            for holder in (*numbers_of(kind), *_places_outside(kind).assigned):
+                self._note_contents(holder)
         return parameters, buffers, objects
 
     def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
@@ -378,11 +381,11 @@ def _is_plain_class(kind: type) -> bool:
 
 def _state_of_class(kind: type) -> list[Any]:
     """Return the objects of the state beside a class's objects."""
-    tables, cells = _tables_of_class(kind)
-    objects = []
-    for table, name in tables:
+    places = _places_outside(kind)
+    objects = [*places.objects]
+    for table, name in places.tables:
         objects.append(table.get(name))
-    for cell in cells:
+    for cell in places.cells:
         try:
             objects.append(cell.cell_contents)
         except ValueError:
@@ -391,14 +394,25 @@ def _state_of_class(kind: type) -> list[Any]:
     return objects
 
 
-@cache
-def _tables_of_class(
-    kind: type,
-) -> tuple[Sequence[tuple[Mapping[str, Any], str]], Sequence[CellType]]:
-    """Return where the state beside a class's objects is: tables with names, and cells.
+class _PlacesOutside(NamedTuple):
+    """Where the state beside a class's objects is."""
 
-    That is its attributes, generators among the globals of its Python module, and the variables
-    that its methods close over.
+    # tables, and the names of entries
+    tables: Sequence[tuple[Mapping[str, Any], str]]
+    # variables that functions close over
+    cells: Sequence[CellType]
+    # default values of arguments
+    objects: Sequence[Any]
+    # variables that functions assign
+    assigned: Sequence[NamedAttributes]
+
+
+@cache
+def _places_outside(kind: type) -> _PlacesOutside:
+    """Return where the state beside a class's objects is.
+
+    That is its attributes, generators among the globals of its Python module, the variables that
+    its methods close over, and the variables of the functions that its forward calls.
     """
     tables = []
     cells = []
@@ -414,4 +428,52 @@ def _tables_of_class(
                 cells += value.__closure__ or ()
             elif not name.startswith("__") and (is_noted(value) or _is_plain_class(type(value))):
                 tables.append((vars(base), name))
-    return tables, cells
+    objects = list[Any]()
+    # by owner and name, each once
+    assigned: dict[tuple[int, str], NamedAttributes] = {}
+    for fn in functions_reached(kind, "forward"):
+        if (fn.__module__ or "").partition(".")[0] in READ_PACKAGES:
+            continue
+        cells += fn.__closure__ or ()
+        objects += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+        for read in reads_in(fn.__code__):
+            if read.root == "global":
+                _add_variable(fn, read, tables, assigned)
+    # each entry and cell once
+    tables = [*{(id(table), name): (table, name) for table, name in tables}.values()]
+    cells = [*{id(cell): cell for cell in cells}.values()]
+    return _PlacesOutside(tables, cells, _with_state(objects), [*assigned.values()])
+
+
+def _add_variable(
+    fn: FunctionType,
+    read: CodeRead,
+    tables: list[tuple[Mapping[str, Any], str]],
+    assigned: dict[tuple[int, str], NamedAttributes],
+) -> None:
+    """Add the places of a global variable, and of attributes of its value, that code names.
+
+    Containers and tensors, which it may change, and all that it assigns.
+    """
+    owner: Any = sys.modules.get(fn.__module__)
+    if owner is None or vars(owner) is not fn.__globals__:
+        return
+    names = (read.name, *read.attributes)
+    for depth, name in enumerate(names, 1):
+        attributes = getattr(owner, "__dict__", {})
+        if read.is_written and depth == len(names):
+            assigned[id(owner), name] = NamedAttributes(owner, [name])
+            return
+        value = attributes.get(name)
+        if is_noted(value) or isinstance(value, Tensor):
+            tables.append((attributes, name))
+        if isinstance(value, Tensor):
+            # a recompute writes another one
+            assigned[id(owner), name] = NamedAttributes(owner, [name])
+        if isinstance(value, (ModuleType, type)):
+            library = value.__name__ if isinstance(value, ModuleType) else value.__module__
+            if library.partition(".")[0] in READ_PACKAGES:
+                return
+        elif not _is_plain_class(type(value)):
+            return
+        owner = value

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.util import resolve_name
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import nn
+
+# packages of which functions beside a class's own file are not looked into
+READ_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
+# instructions between a variable and the attribute that is read of it; those that copy a value
+_COPYING = ("COPY", "DUP_TOP")
+_OF_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD", *_COPYING)
+# how many functions are looked into for one class
+_MOST_FUNCTIONS = 200
 
 
 @cache
@@ -22,19 +31,92 @@ def names_in_forward(kind: type) -> frozenset[str]:
     """Return the names in the code of a class's forward, and of the methods that it calls."""
     if defining_class(kind, "forward").__module__.startswith("torch."):
         return frozenset()
-    seen: set[str] = set()
     names: set[str] = set()
-    todo = {"forward"}
-    while todo:
-        seen |= todo
-        # of all classes: one calls the other's by super()
-        methods = [vars(base).get(name) for base in kind.__mro__ for name in todo]
-        functions = [inspect.unwrap(method) for method in methods if callable(method)]
-        codes = [fn.__code__ for fn in functions if hasattr(fn, "__code__")]
-        new_names = {name for code in codes for name in names_in(code)}
+    todo = ["forward"]
+    for method in todo:
+        new_names = {n for fn in methods_of(kind, method) for n in names_in(fn.__code__)} - names
         names |= new_names
-        todo = {name for name in new_names - seen if name not in vars(nn.Module)}
+        todo += [name for name in new_names if name not in vars(nn.Module) and name not in todo]
     return frozenset(names)
+
+
+def methods_of(kind: type, name: str) -> Iterator[FunctionType]:
+    """Yield the method that an object of a class has, and those of its bases that this one calls.
+
+    A method that is overridden runs only where the override names super() or the base.
+    """
+    # the names in the methods that run
+    names = set[str]()
+    is_next = True
+    for base in kind.__mro__:
+        is_ours = base.__module__.startswith("fusedckpt.")
+        if name not in vars(base) or is_ours or not (is_next or base.__name__ in names):
+            continue
+        method = vars(base)[name]
+        method = getattr(method, "__func__", method)
+        method = inspect.unwrap(method) if callable(method) else None
+        if not isinstance(method, FunctionType) or base.__module__.startswith("torch."):
+            return
+        yield method
+        new_names = {*names_in(method.__code__)}
+        is_next = "super" in new_names
+        names |= new_names
+
+
+def functions_reached(
+    kind: type, method: str, ends: Callable[[Any], bool] = lambda _: False
+) -> Iterator[FunctionType]:
+    """Yield the methods of a class that a method calls, itself first, and functions that they call.
+
+    Of functions, those of the files and packages of the callers. ends: tells of which functions the
+    code is not looked into.
+    """
+    seen = set[CodeType]()
+    queue = [*methods_of(kind, method)]
+    for fn in queue:
+        if fn.__code__ in seen or len(seen) > _MOST_FUNCTIONS:
+            continue
+        seen.add(fn.__code__)
+        yield fn
+        names = {*names_in(fn.__code__)}
+        for value in (*values_named(fn, names), *class_attributes(kind, names)):
+            if isinstance(value, FunctionType) and _belongs_to(value, fn) and not ends(value):
+                queue.append(inspect.unwrap(value))
+        for name in names:
+            queue += methods_of(kind, name) if not hasattr(nn.Module, name) else ()
+
+
+def class_attributes(kind: type, names: set[str]) -> Iterator[Any]:
+    """Yield the attributes of a class that are no methods, such as a function of a table."""
+    for base in kind.__mro__[: kind.__mro__.index(object)]:
+        values = (vars(base)[name] for name in names & vars(base).keys())
+        values = (getattr(value, "__func__", value) for value in values)
+        yield from (value for value in values if not isinstance(value, FunctionType))
+
+
+def _belongs_to(fn: FunctionType, caller: FunctionType) -> bool:
+    """Whether a function is of the file or package of another one that calls it."""
+    if fn.__module__ == caller.__module__:
+        return True
+    package = (caller.__module__ or "").partition(".")[0]
+    return package not in READ_PACKAGES and (fn.__module__ or "").partition(".")[0] == package
+
+
+def values_named(fn: FunctionType, names: set[str]) -> Iterator[Any]:
+    """Yield the values of a function's globals and closed-over variables, and of modules' names."""
+    for code in codes_in(fn.__code__):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                value = fn.__globals__.get(instruction.argval)
+                if isinstance(value, ModuleType):
+                    yield from (vars(value).get(name) for name in names)
+                yield value
+    for cell in fn.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:
+            # not assigned yet
+            continue
 
 
 def defining_class(kind: type, method: str) -> type:
@@ -119,13 +201,21 @@ def _with_attributes(
 ) -> CodeRead:
     """Return the read of a variable, and of the attributes that follow."""
     attributes = []
+    is_written = False
     place += 1
-    while instructions[place].opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        attributes.append(instructions[place].argval)
-        place += 1
     # code ends with a return, so that there is a next instruction
-    is_written = instructions[place].opname in ("STORE_ATTR", "DELETE_ATTR")
-    attributes += [instructions[place].argval] * is_written
+    while (operation := instructions[place].opname) in _OF_ATTRIBUTES:
+        if operation in _COPYING:
+            # `x.a += 1` copies x
+            if instructions[place + 1].opname != "LOAD_ATTR":
+                break
+            is_written = True
+        else:
+            attributes.append(instructions[place].argval)
+        place += 1
+    if operation in ("STORE_ATTR", "DELETE_ATTR"):
+        is_written = True
+        attributes.append(instructions[place].argval)
     return CodeRead(root, name, tuple(attributes), is_written)
 
 

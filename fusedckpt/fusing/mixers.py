@@ -21,14 +21,12 @@ from __future__ import annotations
 
 import copy
 import dis
-import sys
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from inspect import unwrap
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +43,13 @@ from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.call_state import CallState, modules_in
-from fusedckpt.fusing.code_names import codes_in, defining_class, names_in
+from fusedckpt.fusing.code_names import (
+    class_attributes,
+    codes_in,
+    functions_reached,
+    names_in,
+    values_named,
+)
 from fusedckpt.fusing.recomputed_modules import Recomputed
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.search import Search
@@ -67,10 +71,6 @@ _SOFTMAXES = "softmax", "entmax", "sparsemax"
 # those of losses and of discrete choices
 _NO_SOFTMAXES = "log_softmax", "gumbel_softmax"
 _MATRIX_PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum"))
-# their functions beside a class's own file are not looked into
-_READ_PACKAGES = sys.stdlib_module_names | {"torch", "numpy", "transformers", "diffusers", "timm"}
-# how many functions are looked into for one class
-_MOST_FUNCTIONS = 200
 # modules with one of these are not run again as a whole
 _NOT_RERUN = (nn.ModuleList, nn.Embedding, nn.Conv2d, nn.Conv3d)
 
@@ -283,6 +283,10 @@ def _is_softmax(name: str) -> bool:
     return any(word in lower for word in _SOFTMAXES) and lower not in _NO_SOFTMAXES
 
 
+def _mixes(fn: Any) -> bool:
+    return _kind_of(fn) is not None
+
+
 def _kind_of(fn: Any) -> str | None:
     """Return the kind of a function, also of a partial of it; None where it mixes no tokens."""
     kind = scans.kind_of(fn)
@@ -295,80 +299,21 @@ def _kind_of(fn: Any) -> str | None:
 @cache
 def _calls_in(kind: type, method: str) -> _Calls:
     """Return the calls in a method's code, and in that of the functions that it calls."""
-    owner = defining_class(kind, method)
-    if owner.__module__.startswith("torch."):
-        return _Calls()
     kinds = set[str]()
     all_names = set[str]()
-    seen = set[CodeType]()
-    queue = [*_methods(kind, method)]
     has_product = False
-    for fn in queue:
-        code = fn.__code__
-        if code in seen or len(seen) > _MOST_FUNCTIONS:
-            continue
-        seen.add(code)
-        names = {*names_in(code)}
-        values = [*_values_named(fn, names), *_class_attributes(kind, names)]
+    for fn in functions_reached(kind, method, ends=_mixes):
+        names = {*names_in(fn.__code__)}
+        values = [*values_named(fn, names), *class_attributes(kind, names)]
         # under other names, too
         all_names |= {*names, *map(_name_of, values)}
-        has_product = has_product or _has_product_operator(code)
-        for value in values:
-            mixing = _kind_of(value)
-            if mixing is not None:
-                kinds.add(mixing)
-            elif isinstance(value, FunctionType) and _belongs_to(value, owner):
-                queue.append(unwrap(value))
-        for name in names:
-            queue += _methods(kind, name) if not hasattr(nn.Module, name) else ()
+        has_product = has_product or _has_product_operator(fn.__code__)
+        kinds.update(mixing for value in values if (mixing := _kind_of(value)) is not None)
     has_product = has_product or not _MATRIX_PRODUCTS.isdisjoint(all_names)
     has_softmax = any(map(_is_softmax, all_names))
     if not _ATTENTION.isdisjoint(all_names) or (has_product and has_softmax):
         kinds.add(NAME)
     return _Calls(frozenset(kinds), has_product, has_softmax, frozenset(all_names))
-
-
-def _methods(kind: type, name: str) -> Iterator[FunctionType]:
-    """Yield the methods of a name in all bases of a class: one calls the other's by super()."""
-    for base in kind.__mro__:
-        method = vars(base).get(name)
-        method = getattr(method, "__func__", method)
-        method = unwrap(method) if callable(method) else None
-        if isinstance(method, FunctionType) and not base.__module__.startswith("torch."):
-            yield method
-
-
-def _class_attributes(kind: type, names: set[str]) -> Iterator[Any]:
-    """Yield the attributes of a class that are no methods, such as a function of a table."""
-    for base in kind.__mro__[: kind.__mro__.index(object)]:
-        values = (vars(base)[name] for name in names & vars(base).keys())
-        values = (getattr(value, "__func__", value) for value in values)
-        yield from (value for value in values if not isinstance(value, FunctionType))
-
-
-def _belongs_to(fn: FunctionType, kind: type) -> bool:
-    """Whether a function is of a class's file or package."""
-    if fn.__module__ == kind.__module__:
-        return True
-    package = kind.__module__.partition(".")[0]
-    return package not in _READ_PACKAGES and (fn.__module__ or "").partition(".")[0] == package
-
-
-def _values_named(fn: FunctionType, names: set[str]) -> Iterator[Any]:
-    """Yield the values of a function's globals and closed-over variables, and of modules' names."""
-    for code in codes_in(fn.__code__):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_GLOBAL":
-                value = fn.__globals__.get(instruction.argval)
-                if isinstance(value, ModuleType):
-                    yield from (vars(value).get(name) for name in names)
-                yield value
-    for cell in fn.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:
-            # not assigned yet
-            continue
 
 
 def _has_product_operator(code: CodeType) -> bool:

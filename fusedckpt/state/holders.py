@@ -5,8 +5,8 @@ configurations are such. So a holder's contents are read and written by the meth
 classes, and only where they changed.
 
 A holder is a dict, list, set or deque, or an object with `read()` and `fill(contents)`: `Slots`,
-`ClassNumbers`, `WeakItems`, `ForeignItems`. `holders_of` returns those of an object, `contents_of`
-reads one, `put_back` writes it.
+`NamedAttributes`, `WeakItems`, `ForeignItems`. `holders_of` returns those of an object,
+`contents_of` reads one, `put_back` writes it.
 """
 
 from __future__ import annotations
@@ -160,10 +160,10 @@ def slots_of(kind: type) -> Mapping[str, Any]:
     }
 
 
-class ClassNumbers:
-    """The numbers among the attributes of a class, such as counters."""
+class NamedAttributes:
+    """The attributes of some names of a class or a Python module, such as counters."""
 
-    def __init__(self, owner: type, names: Sequence[str]):
+    def __init__(self, owner: type | types.ModuleType, names: Sequence[str]):
         self._owner = owner
         self._names = names
 
@@ -171,7 +171,7 @@ class ClassNumbers:
         return len(self._names)
 
     def read(self) -> dict[str, Any]:
-        """Return the names and values of the attributes of this class itself."""
+        """Return the names and values of the attributes of this object itself."""
         attributes = vars(self._owner)
         return {name: attributes[name] for name in self._names if name in attributes}
 
@@ -186,7 +186,7 @@ class ClassNumbers:
 
 
 @cache
-def numbers_of(kind: type) -> Sequence[ClassNumbers]:
+def numbers_of(kind: type) -> Sequence[NamedAttributes]:
     """Return the classes of the user that a class is made of, with all their numbers' names."""
     bases = [base for base in kind.__mro__ if not is_of_library(base)]
     names = [
@@ -195,7 +195,7 @@ def numbers_of(kind: type) -> Sequence[ClassNumbers]:
         for name, value in vars(base).items()
         if type(value) in (int, float) and not name.startswith("__")
     ]
-    return [ClassNumbers(base, names) for base in bases] if names else []
+    return [NamedAttributes(base, names) for base in bases] if names else []
 
 
 def is_of_library(kind: type) -> bool:

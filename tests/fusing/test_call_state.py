@@ -22,6 +22,9 @@ from fusedckpt.fusing.call_state import CallState, modules_in
 D, T = 16, 6
 GENERATOR, VARIABLE = torch.Generator(), contextvars.ContextVar("scale", default=1.0)
 GLOBAL = [1.0]
+# changed by a function that a forward calls
+NUM_CALLS, SEEN, AMAX = 0, [], torch.zeros((), dtype=torch.float64, device=DEVICE)
+STATE = types.SimpleNamespace(num_calls=0, seen={"calls": []})
 
 
 class ScaledAttention(nn.Module):
@@ -294,6 +297,43 @@ class Closed(Case):
         return module.seen
 
 
+def advanced(seen=[], *, more={"calls": 0}):  # noqa: B006  # as some code has it
+    """Change state of this file, and return a number by it."""
+    global NUM_CALLS
+    NUM_CALLS += 1
+    STATE.num_calls += 1
+    STATE.seen["calls"].append(NUM_CALLS)
+    SEEN.append(NUM_CALLS)
+    seen.append(NUM_CALLS)
+    more["calls"] += 1
+    AMAX.add_(1.0)
+    counts = NUM_CALLS, STATE.num_calls, len(STATE.seen["calls"]), *map(len, (SEEN, seen))
+    return 1 + 0.1 * (sum(counts) + more["calls"] + AMAX.clone())
+
+
+class OfItsFile(Case):
+    """Global variables, containers and tensors, and default values of a helper's arguments."""
+
+    def prepare(self, module):
+        kind = type(module)
+
+        class Advancing(kind):
+            def forward(self, x, given=None):
+                return super().forward(x * advanced(), given)
+
+        module.__class__ = Advancing
+
+    def reset(self, module):
+        global NUM_CALLS
+        NUM_CALLS = STATE.num_calls = advanced.__kwdefaults__["more"]["calls"] = 0
+        for seen in (STATE.seen["calls"], SEEN, advanced.__defaults__[0]):
+            seen.clear()
+        AMAX.zero_()
+
+    def after(self, module):
+        return NUM_CALLS, STATE.num_calls, STATE.seen, SEEN, advanced.__defaults__, AMAX
+
+
 class Unfused(Case):
     def between(self, module):
         if "_fusedckpt" in vars(module):
@@ -325,7 +365,7 @@ RIGHT = [
     Statistics,
     Replaced,
 ]
-RIGHT += [Growing, ReplacedLater, AVariable, AConfig, Closed, Unfused, OwnValues]
+RIGHT += [Growing, ReplacedLater, AVariable, AConfig, Closed, OfItsFile, Unfused, OwnValues]
 
 
 def models(case):
@@ -346,6 +386,7 @@ def step(model):
     torch.manual_seed(1)
     norm, attention = model
     case = attention.case
+    case.reset(attention)
     x = torch.randn(2, T, D, dtype=torch.float64, device=DEVICE, requires_grad=True)
     loss = sum(attention(norm(scale * x), case.given()).square().sum() for scale in (1, 2))
     case.between(attention)

@@ -185,10 +185,6 @@ class TwoHeads(zoo.Heads):
     def __init__(self):
         super().__init__(D, 2)
 
-    def forward(self, x):
-        # functions are followed in the file that defines forward
-        return super().forward(x)
-
 
 def direct(q, k, v):
     return F.scaled_dot_product_attention(q, k, v)
@@ -238,7 +234,21 @@ def test_functions_of_other_code_are_not_looked_into():
         def attend(self, q, k, v):
             return q + F.softmax(k, -1) * v
 
-    assert kinds_called(Other()) == frozenset()
+    class Without(Direct):
+        """Its base's attention does not run."""
+
+        attend = Other.attend
+
+    class CallsBase(Direct):
+        def attend(self, q, k, v):
+            return super().attend(q, k, v) + q
+
+    class NamesBase(Without):
+        def attend(self, q, k, v):
+            return Direct.attend(self, q, k, v)
+
+    assert kinds_called(Other()) == kinds_called(Without()) == frozenset()
+    assert kinds_called(CallsBase()) == kinds_called(NamesBase()) == {"attention"}
     assert kinds_called(nn.Linear(2, 2)) == frozenset()
     assert kinds_called(nn.MultiheadAttention(4, 2)) == {"attention"}
 
