@@ -110,8 +110,6 @@ class Original(NamedTuple):
     attributes: tuple[str, ...]
     # the notes that it forgets
     notes: tuple[str, ...]
-    # the notes that it forgets
-    notes: tuple[str, ...]
     # its swapped parts, by the name below the module
     parts: dict[str, Part]
 
