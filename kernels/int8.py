@@ -44,7 +44,6 @@ INFINITY = tl.constexpr(float("inf"))
 # of float32, of a block's size, which torch's ops make
 _TEMPORARIES = 8
 PACKED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def packed_layout(m: int, n: int) -> tuple[int, int]:
@@ -273,7 +272,7 @@ class PackedRows:
     @property
     def constexprs(self) -> dict[str, Any]:
         """The constant by which kernels read this, see `load_rows`."""
-        return {"PACKED": TRITON_DTYPES[self.dtype]}
+        return {"PACKED": getattr(tl, str(self.dtype).removeprefix("torch."))}
 
     def unpacked(self) -> Tensor:
         """Return the tensor, for kernels that do not read nine bits."""
