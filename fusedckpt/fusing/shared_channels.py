@@ -174,6 +174,10 @@ class SharedConv(_OfChannelsAlone):
         return super()._followed(x, view, forward, count)
 
 
+# buffers of a batch norm
+_RUNNING = "running_mean", "running_var"
+
+
 class SharedChannelNorm(_OfChannelsAlone):
     """Forward of a batch or group norm."""
 
@@ -195,8 +199,8 @@ class SharedChannelNorm(_OfChannelsAlone):
         self, node: Any, y: Tensor, source: View | Leaf, vectors: Sequence[Tensor | None]
     ) -> Made | None:
         weight, bias, *buffers = vectors
-        # those of training are read for their dtype alone
-        running = buffers[:2] or [self._buffers.get("running_mean"), None]
+        # those of training tell their dtype, and which vectors of the node are its own statistics
+        running = buffers[:2] or [self._buffers.get(name) for name in _RUNNING]
         # hooks may gather parameters for the call alone
         is_copied = private.has_ranks() or dispatch.has_hooks(self)
         return made_of_norm(node, y, source, (weight, bias), running, is_copied=is_copied)
