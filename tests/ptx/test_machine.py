@@ -267,6 +267,7 @@ STORE_AND_MULTIPLY = """
     st.shared.v4.b32 [%r1 + 8192], {{%r2, %r2, %r2, %r2}};
     {fence}
     bar.sync 0;
+    {fence_of_reader}
     mov.b64 %rd22, {left}; mov.b64 %rd23, {right};
     {group_fence}
     wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16
@@ -275,7 +276,8 @@ STORE_AND_MULTIPLY = """
     mul.wide.u32 %rd10, %r0, 16; add.s64 %rd10, %rd10, %rd0;
     st.global.v4.b32 [%rd10], {{%r10, %r11, %r12, %r13}};
 """
-PARTS = {"fence": "fence.proxy.async.shared::cta;", "group_fence": "wgmma.fence.sync.aligned;"}
+FENCE = "fence.proxy.async.shared::cta;"
+PARTS = {"fence": FENCE, "group_fence": "wgmma.fence.sync.aligned;"}
 
 
 @pytest.mark.parametrize("by_warp", [False, True])
@@ -285,7 +287,7 @@ def test_products_need_fences(by_warp: bool, missing: str | None):
     out = np.zeros((128, 4), "f4")
     places = {"left": DESCRIPTOR, "right": DESCRIPTOR + 512}
     parts = {name: "" if name == missing else text for name, text in PARTS.items()}
-    body = STORE_AND_MULTIPLY.format(**parts, **places)
+    body = STORE_AND_MULTIPLY.format(**parts, **places, fence_of_reader="")
     if missing is None:
         execute(body, [out], lanes=128, by_warp=by_warp)
         assert (out == 16).all()
@@ -293,6 +295,22 @@ def test_products_need_fences(by_warp: bool, missing: str | None):
     message = {"fence": "without a fence", "group_fence": "no wgmma.fence"}[missing]
     with pytest.raises(Fault, match=message):
         execute(body, [out], lanes=128, by_warp=by_warp)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_fence_of_the_reader_behind_a_barrier(is_alone: bool):
+    """It passes the stores of all warps, to products of its own warp."""
+    out = np.zeros((128, 4), "f4")
+    fence = f"setp.lt.u32 %p1, %r0, 32; @%p1 {FENCE}" if is_alone else FENCE
+    parts = {"fence": "", "fence_of_reader": fence, "group_fence": PARTS["group_fence"]}
+    places = {"left": DESCRIPTOR, "right": DESCRIPTOR + 512}
+    body = STORE_AND_MULTIPLY.format(**parts, **places)
+    if is_alone:
+        with pytest.raises(Fault, match="without a fence"):
+            execute(body, [out], lanes=128, by_warp=True)
+        return
+    execute(body, [out], lanes=128, by_warp=True)
+    assert (out == 16).all()
 
 
 @pytest.mark.parametrize("barrier", ["bar.sync 0;", ""])

@@ -100,7 +100,8 @@ class SharedMemory:
 
     Between two barriers, an epoch, each granule of two bytes knows the warp that wrote it last and
     the warps that read it. With `proxies`, each piece of 16 bytes knows the warp that wrote it and
-    has not passed it, by a fence, to the async proxy, by which products of warp groups read.
+    has not passed it, by a fence, to the async proxy, by which products of warp groups read. A
+    fence of the reader does, too, behind a barrier after the write.
     """
 
     def __init__(self, blocks: int, size: int, races: bool, proxies: bool = False):
@@ -108,6 +109,9 @@ class SharedMemory:
         self.proxies = proxies
         # the warp's number and one, 0 where a fence came after
         self.unfenced = np.zeros((blocks, self.size // 16 if proxies else 0), np.int16)
+        # the epoch of that write, and by block and warp the epoch of its last fence
+        self.stored = np.zeros_like(self.unfenced, np.int32)
+        self.fences: dict[tuple[int, int], int] = {}
         self.bytes = np.full(blocks * self.size, 0xFF, np.uint8)
         self.views = _views(self.bytes)
         granules = len(self.bytes) // 2 if races else 0
@@ -120,6 +124,7 @@ class SharedMemory:
         """Fill with NaN and start an epoch, for the next blocks."""
         self.bytes[...] = 0xFF
         self.unfenced[...] = 0
+        self.fences.clear()
         self.epoch += 1
 
     def place(self, address: Array, block: Array, size: int, text: str) -> Array:
@@ -167,16 +172,22 @@ class SharedMemory:
         """Note that a warp's stores wait for its fence; warp -1: a copy needs none."""
         if self.proxies:
             self.unfenced.reshape(-1)[place // 16] = warp + 1
+            self.stored.reshape(-1)[place // 16] = self.epoch
 
     def fence(self, block: Array, warp: Array) -> None:
         """Pass all that these warps have stored to the async proxy."""
         for number, writer in {*zip(block.tolist(), warp.tolist(), strict=True)}:
             pieces = self.unfenced[number]
             pieces[pieces == writer + 1] = 0
+            self.fences[number, writer] = self.epoch
 
-    def check_fenced(self, place: Array, text: str) -> None:
-        """Raise where a product reads what no fence has passed to the async proxy."""
-        if self.proxies and self.unfenced.reshape(-1)[place // 16].any():
+    def check_fenced(self, place: Array, block: int, warp: int, text: str) -> None:
+        """Raise where a warp's product reads what no fence has passed to the async proxy."""
+        if not self.proxies:
+            return
+        pieces = place // 16
+        is_late = self.stored.reshape(-1)[pieces] >= self.fences.get((block, warp), 0)
+        if (is_late & (self.unfenced.reshape(-1)[pieces] != 0)).any():
             raise Fault(f"{text}: reads what a warp has stored without a fence after it")
 
     def settle(self, place: Array, size: int) -> None:

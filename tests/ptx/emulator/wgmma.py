@@ -148,10 +148,10 @@ def _start_product(b: Binding) -> Call:
                 whole = Operand(unit, block, int(left[lane]), (64, depth), kind, left_turns)
                 x = whole.part(slice(row, row + len(lanes) // 2))
                 x.note(warp, b.text)
-                unit.launch.shared.check_fenced(x.place, b.text)
+                unit.launch.shared.check_fenced(x.place, block, warp, b.text)
             w = Operand(unit, block, int(right[lane]), (columns, depth), kind, right_turns)
             w.note(warp, b.text)
-            unit.launch.shared.check_fenced(w.place, b.text)
+            unit.launch.shared.check_fenced(w.place, block, warp, b.text)
             task = lanes, warp, x, w, bool(np.broadcast_to(adds, unit.lanes)[lane])
             unit.products[-1].append(lambda task=task: product(*task))
 
