@@ -174,8 +174,8 @@ class SharedConv(_OfChannelsAlone):
         return super()._followed(x, view, forward, count)
 
 
-# buffers of a batch norm
-_RUNNING = "running_mean", "running_var"
+# of a norm that has no buffers
+_NONE_RUNNING = None, None
 
 
 class SharedChannelNorm(_OfChannelsAlone):
@@ -200,7 +200,11 @@ class SharedChannelNorm(_OfChannelsAlone):
     ) -> Made | None:
         weight, bias, *buffers = vectors
         # those of training tell their dtype, and which vectors of the node are its own statistics
-        running = buffers[:2] or [self._buffers.get(name) for name in _RUNNING]
+        running = buffers[:2] or _NONE_RUNNING
+        table = self._buffers
+        if not buffers and "running_mean" in table and "running_var" in table:
+            # without a call
+            running = table["running_mean"], table["running_var"]
         # hooks may gather parameters for the call alone
         is_copied = private.has_ranks() or dispatch.has_hooks(self)
         return made_of_norm(node, y, source, (weight, bias), running, is_copied=is_copied)
