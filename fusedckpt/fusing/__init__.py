@@ -16,7 +16,9 @@ While `fuse` runs (fuser.py):
     one module: norms.py, match_mlps.py, experts.py
       | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
       |                        state outside of the module that its code writes is put back
-      |                        (outside_state.py)
+      |                        (outside_state.py); reads of sizes and other state of tensors, for
+      |                        which another call may compute another function, are noted
+      |                        (tensor_reads.py)
       |                        An MLP shows by its products and the activation between them; of a
       |                        norm the rules are proposed that may give its numbers
       v
