@@ -31,7 +31,6 @@ from fusedckpt.memory import SavedStorage
 
 # the attribute of a model with recipes: why its last call saved none
 RECIPES_OBSTACLE = "recipes_obstacle"
-# the attribute of a model, or a module of it, that waits for its first training call
 # classes that a report names where it found nothing
 _MOST_CLASSES = 8
 _KINDS = ("norm", "mlp", "experts", "linear", "attention", "head")

@@ -126,8 +126,8 @@ def saved_names(kind: type) -> tuple[str, str]:
 
 def save_in_place(raw: Any, view: View, count: Count) -> None:
     """Let a node save a view in place of a tensor."""
-    view.source.add_reader(count)
     raw.register_hooks(view.replacing, unpack)
+    view.source.add_reader(count)
 
 
 @cache
@@ -400,14 +400,12 @@ class _Walk:
         """Let a function save a view in place of a tensor."""
         tensor = raw.data
         try:
-            raw.register_hooks(view.replacing, unpack)
+            save_in_place(raw, view, self.count)
         except RuntimeError:
             # hooks that count have it
             discount = getattr(getattr(self.count, "__self__", None), "discount", None)
             if discount is not None:
                 discount(tensor)
-        else:
-            view.source.add_reader(self.count)
 
 
 def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:

@@ -43,8 +43,6 @@ from fusedckpt.fusing.recipe_mode import every_function
 from fusedckpt.fusing.swap import refuse_script
 from fusedckpt.layers.notes import ModuleNotes
 
-# the attribute of a linear with readers that may make its result again from its input: "layers"
-# for an activation beside it, "code" for functions that the layer around calls
 # in place of a result: the layer's own forward runs
 _OWN = object()
 _LINEAR = dispatch.own_function(F, "linear")
