@@ -110,6 +110,25 @@ def test_the_first_load_of_a_loop_waits_for_its_turn():
     assert (launch.waits, launch.barriers, launch.is_prefetched) == (32, 31, False)
 
 
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [
+        ("cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2", 16),
+        ("cp.async.ca.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x4, %r2", 4),
+        ("cp.async.commit_group", 0),
+        ("ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ]", 16),
+        ("st.global.b32 [ %rd1 + 0 ], { %r1 }", 0),
+    ],
+)
+def test_the_bytes_that_an_instruction_reads(text, nbytes):
+    """By them a loop of SASS is known to be the PTX's, or that unrolled."""
+    pytest.importorskip("triton", reason="launches are Triton's")
+    from tests.kernels.emulated import bytes_read
+    from tests.ptx.emulator import parse_instruction
+
+    assert bytes_read(parse_instruction(text)) == nbytes
+
+
 def test_published_rows_stand_beside_the_same_size():
     operation = OPERATIONS["rms_norm"]
     found = [predict.published_us(operation, c, 4096, 4096) for c in predict.CARDS.values()]

@@ -262,8 +262,8 @@ def share_run(program: Any, executed: Any, loops: list[tuple[int, int]]) -> floa
 def bytes_read(instruction: Any) -> int:
     """Return the bytes that a thread reads of global memory in an instruction of PTX."""
     name = instruction.name
-    if name.startswith("cp.async.c"):
-        return 16 if name.startswith("cp.async.cg") else 8
+    if name.startswith(("cp.async.ca", "cp.async.cg")):
+        return int(str(instruction.operands[2]), 0)
     found = re.match(r"ld\.global(?:\.cg)?(?:\.v(\d))?\.[bfsu](\d+)", name)
     return 0 if found is None else int(found[1] or 1) * int(found[2]) // 8
 
