@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -199,3 +200,14 @@ def assert_as_planned(
 def assert_predicted(found, most=1.03):
     # the budget itself is held to by what was measured
     assert 0.99 * found.measured_bytes <= found.predicted_bytes <= most * found.measured_bytes
+
+
+def count_calls(module: nn.Module) -> Iterator[int]:
+    """Return a counter of a module's calls, which `next` reads; a plan would put a list back."""
+    calls = itertools.count()
+
+    def count(*_: Any) -> None:
+        next(calls)
+
+    module.register_forward_hook(count)
+    return calls

@@ -11,7 +11,7 @@ PACKAGE = Path(fusedckpt.__file__).parent
 ALLOWED = {
     "kernels": set(),
     "autograd": {"kernels"},
-    "state": set(),
+    "state": {"autograd"},
     "allocations": {"autograd"},
     "memory": {"autograd", "allocations"},
     "blocks": {"kernels", "autograd"},

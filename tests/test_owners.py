@@ -57,7 +57,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         {
             *("checkpointing/determinism.py", "fusing/fused_heads.py", "fusing/experts.py"),
             *("fusing/mixers.py", "fusing/verification.py", "fusing/written_tensors.py"),
-            *("reporting/trial.py", "state/rng.py"),
+            *("state/rng.py", "state/tensors.py"),
         },
     ),
     "judge results by the error rule": (

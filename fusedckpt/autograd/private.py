@@ -553,6 +553,8 @@ def function_of(node: Any) -> Any:
 
 # of every module, before its class adds its own
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+# of these, the dicts of hooks that run in a step
+HOOK_ATTRIBUTES = [n for n in sorted(MODULE_ATTRIBUTES) if "_hooks" in n and "state_dict" not in n]
 # by kind, the hooks on all modules. Without them fused layers do not call children that such a hook
 # of other code would see
 _MODULE_FILE = nn.modules.module

@@ -14,12 +14,8 @@ changed.
 
 from __future__ import annotations
 
-import sys
-from collections import UserDict
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from functools import cache, lru_cache
-from types import CellType, FunctionType, ModuleType, SimpleNamespace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -27,30 +23,15 @@ from torch.jit import ScriptModule
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.fusing.code_names import READ_PACKAGES, CodeRead, functions_reached, reads_in
 from fusedckpt.fusing.written_tensors import Buffer, WrittenTensors
-from fusedckpt.state import rng
-from fusedckpt.state.holders import (
-    ATOMS,
-    MOST_ENTRIES,
-    MOST_OBJECTS,
-    PLAIN,
-    NamedAttributes,
-    contents_of,
-    has,
-    holders_of,
-    is_of_library,
-    numbers_of,
-    put_back,
-)
+from fusedckpt.state.holders import ATOMS, contents_of, has, put_back
+from fusedckpt.state.noted import NotedState
+from fusedckpt.state.variables import NO_VARIABLES, variables_of
 
 # of attributes that `fuse` adds, which no forward writes
 _OURS = "_fusedckpt"
 # dicts of a module, of which a forward may replace some entries
 _MEMBERS = "_parameters", "_buffers", "_modules"
-# objects of these packages are no state of a model
-_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "triton", "fusedckpt"}
-
 # classes of the parts of most tuples among arguments
 _FLAT = ATOMS | {Tensor}
 
@@ -96,10 +77,8 @@ class CallState:
     def __init__(self, modules: Sequence[nn.Module], args: Sequence[Any]):
         self._module = modules[0]
         self.modules: list[_NotedModule] = []
-        # of objects, containers and classes
-        self._contents: list[_Contents] = []
-        # generators, and their states
-        self.generators: list[tuple[rng.GeneratorCalls, Any]] = []
+        # of objects, containers, classes and variables
+        self.noted = NotedState()
         # tensors in objects among the arguments; the checkpoint knows the others
         self._in_arguments: _Versions = []
         seen = set[int]()
@@ -112,14 +91,16 @@ class CallState:
             elif not (type(x) in ATOMS or isinstance(x, Tensor)):
                 inside.append(x)
         if inside:
-            self._walk(inside, seen, self._in_arguments)
+            tensors = self.noted.note(inside, seen)
+            self._in_arguments += zip(tensors, versions_of(*tensors), strict=True)
         parameters, buffers, objects = self._note_modules(modules)
         self._parameters = parameters
         # whether they require gradients
         self._flags = [p.requires_grad for p in parameters]
-        others = _Versions()
-        self._walk(objects, seen, others)
-        self._written = WrittenTensors(parameters, buffers, others)
+        # most have none
+        others = self.noted.note(objects, seen)
+        versions = [*zip(others, versions_of(*others), strict=True)] if others else []
+        self._written = WrittenTensors(parameters, buffers, versions)
 
     def _note_modules(
         self, modules: Sequence[nn.Module]
@@ -154,44 +135,13 @@ class CallState:
             for name in _own_names(tuple(contents)):
                 objects.append(contents[name])
         for kind in classes:
-            objects += _state_of_class(kind)
-            for holder in (*numbers_of(kind), *_places_outside(kind).assigned):
-                self._note_contents(holder)
-        return parameters, buffers, objects
-
-    def _walk(self, queue: list[Any], seen: set[int], tensors: _Versions) -> None:
-        """Note the objects in a queue, and the objects in these, the nearest first."""
-        most = len(self._contents) + MOST_OBJECTS
-        queue = _with_state(queue)
-        for value in queue:
-            if id(value) in seen or len(self._contents) >= most:
+            variables = variables_of(kind)
+            if variables is NO_VARIABLES:
                 continue
-            seen.add(id(value))
-            if isinstance(value, Tensor):
-                tensors.append((value, versions_of(value)[0]))
-            else:
-                queue += _with_state(self._note(value))
-
-    def _note(self, value: Any) -> Sequence[Any]:
-        """Note one object, and return the objects in it."""
-        kind = type(value)
-        if kind in PLAIN:
-            return self._note_contents(value)
-        if isinstance(value, tuple):
-            return value[:MOST_ENTRIES]
-        if (calls := rng.of_object(value)) is not None:
-            self.generators.append((calls, calls.read()))
-        elif _is_plain_class(kind):
-            holders = holders_of(value, of_callables=True)
-            return [part for holder in holders for part in self._note_contents(holder)]
-        return ()
-
-    def _note_contents(self, holder: Any) -> Sequence[Any]:
-        if len(holder) > MOST_ENTRIES:
-            return ()
-        contents = contents_of(holder)
-        self._contents.append((holder, contents))
-        return [*contents.values()] if isinstance(contents, dict) else contents
+            objects += variables.objects()
+            for holder in variables.assigned:
+                self.noted.note_contents(holder)
+        return parameters, buffers, objects
 
     def end(self) -> bool:
         """Learn, after the call, which tensors it wrote; return whether any has no copy."""
@@ -249,7 +199,7 @@ class CallState:
         tensors = self._written.replacements()
         for noted in self.modules:
             _bring_back(vars(noted.module), noted.contents_with(tensors, present), present)
-        for holder, contents in self._contents:
+        for holder, contents in self.noted.contents:
             _bring_back(holder, _replaced(contents, tensors) if tensors else contents, present)
 
     def flags_to_change(self) -> list[Tensor]:
@@ -273,12 +223,12 @@ class RestoredState:
         self._present = list[_Contents]()
         self._classes = [(noted.module, type(noted.module)) for noted in state.modules]
         self._flags = state.flags_to_change()
-        self._states = [(calls, calls.read()) for calls, _ in state.generators]
+        self._states = [(calls, calls.read()) for calls, _ in state.noted.generators]
         try:
             state.bring_back(self._present)
             _set_classes([(noted.module, noted.kind) for noted in state.modules])
             _toggle(self._flags)
-            for calls, image in state.generators:
+            for calls, image in state.noted.generators:
                 calls.write(image)
         except BaseException:
             self.__exit__()
@@ -317,30 +267,9 @@ def _own_names(names: tuple[str, ...]) -> Sequence[str]:
     ]
 
 
-def _with_state(values: Sequence[Any]) -> list[Any]:
-    """Return the objects that may hold state, as their classes tell."""
-    return [values[place] for place in _places_of_state(tuple(map(type, values)))]
-
-
-@lru_cache(1 << 12)
-def _places_of_state(kinds: tuple[type, ...]) -> Sequence[int]:
-    return [place for place, kind in enumerate(kinds) if _may_hold_state(kind)]
-
-
-def _may_hold_state(kind: type) -> bool:
-    if kind in PLAIN or issubclass(kind, (tuple, Tensor)) or rng.is_generator(kind):
-        return True
-    return kind not in ATOMS and _is_plain_class(kind)
-
-
 def is_flat(value: Any) -> bool:
     """Whether an argument is a tuple of plain tensors and data, which no code changes."""
     return type(value) is tuple and _FLAT.issuperset(map(type, value))
-
-
-def is_noted(value: Any) -> bool:
-    """Whether an argument is a container; its contents are brought back."""
-    return type(value) in PLAIN or isinstance(value, UserDict)
 
 
 def _bring_back(holder: Any, contents: Any, present: list[_Contents]) -> None:
@@ -368,112 +297,3 @@ def _set_classes(classes: list[tuple[nn.Module, type[nn.Module]]]) -> None:
 def _toggle(parameters: list[Tensor]) -> None:
     for parameter in parameters:
         parameter.requires_grad_(not parameter.requires_grad)
-
-
-@cache
-def _is_plain_class(kind: type) -> bool:
-    """Whether objects of a class are state: not those of libraries, modules, tensors and enums."""
-    if kind is SimpleNamespace or issubclass(kind, UserDict):
-        return True
-    is_library = kind.__module__.partition(".")[0] in _LIBRARIES
-    return not (is_library or issubclass(kind, (nn.Module, Tensor, Enum, type)))
-
-
-def _state_of_class(kind: type) -> list[Any]:
-    """Return the objects of the state beside a class's objects."""
-    places = _places_outside(kind)
-    objects = [*places.objects]
-    for table, name in places.tables:
-        objects.append(table.get(name))
-    for cell in places.cells:
-        try:
-            objects.append(cell.cell_contents)
-        except ValueError:
-            # not assigned yet
-            continue
-    return objects
-
-
-class _PlacesOutside(NamedTuple):
-    """Where the state beside a class's objects is."""
-
-    # tables, and the names of entries
-    tables: Sequence[tuple[Mapping[str, Any], str]]
-    # variables that functions close over
-    cells: Sequence[CellType]
-    # default values of arguments
-    objects: Sequence[Any]
-    # variables that functions assign
-    assigned: Sequence[NamedAttributes]
-
-
-@cache
-def _places_outside(kind: type) -> _PlacesOutside:
-    """Return where the state beside a class's objects is.
-
-    That is its attributes, generators among the globals of its Python module, the variables that
-    its methods close over, and the variables of the functions that its forward calls.
-    """
-    tables = []
-    cells = []
-    for base in kind.__mro__:
-        if is_of_library(base):
-            continue
-        module_globals = vars(sys.modules.get(base.__module__, base))
-        for name, value in [*module_globals.items()]:
-            if rng.of_object(value) is not None:
-                tables.append((module_globals, name))
-        for name, value in vars(base).items():
-            if isinstance(value, FunctionType):
-                cells += value.__closure__ or ()
-            elif not name.startswith("__") and (is_noted(value) or _is_plain_class(type(value))):
-                tables.append((vars(base), name))
-    objects = list[Any]()
-    # by owner and name, each once
-    assigned: dict[tuple[int, str], NamedAttributes] = {}
-    for fn in functions_reached(kind, "forward"):
-        if (fn.__module__ or "").partition(".")[0] in READ_PACKAGES:
-            continue
-        cells += fn.__closure__ or ()
-        objects += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-        for read in reads_in(fn.__code__):
-            if read.root == "global":
-                _add_variable(fn, read, tables, assigned)
-    # each entry and cell once
-    tables = [*{(id(table), name): (table, name) for table, name in tables}.values()]
-    cells = [*{id(cell): cell for cell in cells}.values()]
-    return _PlacesOutside(tables, cells, _with_state(objects), [*assigned.values()])
-
-
-def _add_variable(
-    fn: FunctionType,
-    read: CodeRead,
-    tables: list[tuple[Mapping[str, Any], str]],
-    assigned: dict[tuple[int, str], NamedAttributes],
-) -> None:
-    """Add the places of a global variable, and of attributes of its value, that code names.
-
-    Containers and tensors, which it may change, and all that it assigns.
-    """
-    owner: Any = sys.modules.get(fn.__module__)
-    if owner is None or vars(owner) is not fn.__globals__:
-        return
-    names = (read.name, *read.attributes)
-    for depth, name in enumerate(names, 1):
-        attributes = getattr(owner, "__dict__", {})
-        if read.is_written and depth == len(names):
-            assigned[id(owner), name] = NamedAttributes(owner, [name])
-            return
-        value = attributes.get(name)
-        if is_noted(value) or isinstance(value, Tensor):
-            tables.append((attributes, name))
-        if isinstance(value, Tensor):
-            # a recompute writes another one
-            assigned[id(owner), name] = NamedAttributes(owner, [name])
-        if isinstance(value, (ModuleType, type)):
-            library = value.__name__ if isinstance(value, ModuleType) else value.__module__
-            if library.partition(".")[0] in READ_PACKAGES:
-                return
-        elif not _is_plain_class(type(value)):
-            return
-        owner = value

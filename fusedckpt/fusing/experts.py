@@ -25,7 +25,6 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
-from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.fused_mlps import chunk_words
 from fusedckpt.fusing.match_reader import Guard, Guards, Reader
@@ -39,6 +38,7 @@ from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import eager_gated, experts
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.state.code_names import names_in_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")
 BIASES = ("gate_up_proj_bias", "down_proj_bias")

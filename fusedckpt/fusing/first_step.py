@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.call_state import is_noted, modules_in
+from fusedckpt.fusing.call_state import modules_in
 from fusedckpt.fusing.fuse_report import FuseReport, join_names
 from fusedckpt.fusing.mixers import (
     Before,
@@ -52,6 +52,7 @@ from fusedckpt.fusing.swap import Original, Swap, made_of, original_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, clear_notes, notes_of, set_notes
+from fusedckpt.state.noted import is_collection
 
 # reasons that a second run gives although it is taken
 _INFORMING = "again", "unseen"
@@ -234,7 +235,6 @@ def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
         return
     names = {module: name for name, module in model.named_modules()}
     with on_trial():
-        args, kwargs = _copied((args, kwargs))
         mixers = mixers_in_run(model, args, kwargs, _swapped_in(model))
     if isinstance(mixers, str):
         for _, place in places:
@@ -253,17 +253,6 @@ def learn_from(model: nn.Module, args: Any, kwargs: Any) -> None:
                 place.waiting.report.leave(full_name, "attention", swap, name)
             place.waiting.names.pop(full_name, None)
         stop_waiting(top)
-
-
-def _copied(inputs: Any) -> Any:
-    """Return arguments with copies of their tensors, which a run may write."""
-
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter):
-            return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-    return pytree.tree_map(copied, inputs)
 
 
 def _undecided_in(top: nn.Module, place: PlaceInModel) -> dict[nn.Module, str]:
@@ -378,7 +367,7 @@ def _obstacle_of(module: nn.Module, args: Any, kwargs: Any) -> NotFused | None:
     for inner in module.modules():
         if isinstance(inner, nn.SyncBatchNorm) or private.is_fsdp_module(inner):
             return NotFused("collective", type(inner).__name__)
-    container = next(filter(is_noted, kwargs.values()), None)
+    container = next(filter(is_collection, kwargs.values()), None)
     if container is not None:
         return NotFused("cache", type(container).__name__)
     return repeat_obstacle(modules_in(module), (*args, *kwargs.values()))

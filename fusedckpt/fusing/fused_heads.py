@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.levels import LEVELS_OF
-from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, made_of, original_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
 from fusedckpt.layers.notes import ModuleNotes, clear_notes, notes_of, set_notes
+from fusedckpt.state.code_names import names_in_forward
 from fusedckpt.state.rng import CPU, GeneratorCalls, RandomStates, of_device
 
 # told by name: transformers is not imported

@@ -43,21 +43,21 @@ from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing import reasons
 from fusedckpt.fusing.call_state import CallState, modules_in
-from fusedckpt.fusing.code_names import (
-    class_attributes,
-    codes_in,
-    functions_reached,
-    names_in,
-    values_named,
-)
 from fusedckpt.fusing.recomputed_modules import Recomputed
-from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.replica import copied_inputs, running_copy_of, undisturbed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.fusing.written_tensors import writes
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state import rng
+from fusedckpt.state.code_names import (
+    class_attributes,
+    codes_in,
+    functions_reached,
+    names_in,
+    values_named,
+)
 
 # functions of attention, and of diffusers, which choose one of them
 _ATTENTION = frozenset(
@@ -346,15 +346,13 @@ def mixers_in_run(
         copied = copy.deepcopy(model, shared_in_copies(model))
     except Exception as error:
         return f"a copy of the model raised {type(error).__name__}: {error}"
-    states = rng.states_in(model)
     names = {module: name for name, module in copied.named_modules()}
     observer = _CopyObserver({m for m, n in names.items() if model.get_submodule(n) in swapped})
     try:
-        observer.run(copied.train(), args, kwargs)
+        with running_copy_of(model):
+            observer.run(copied.train(), *copied_inputs(args, kwargs))
     except Exception as error:
         return f"the model raised {type(error).__name__}: {error}"
-    finally:
-        states.restore()
     heavy = {module: set[str]() for module in observer.heavy}
     kinds_by_module = {**heavy, **observer.kinds}
     kinds_by_name = {names[m]: frozenset(k) for m, k in kinds_by_module.items() if m in names}

@@ -26,7 +26,6 @@ from fusedckpt.autograd.dispatch import own_forward
 from fusedckpt.blocks import reader
 from fusedckpt.blocks.eager import forcing
 from fusedckpt.blocks.layer_function import run_layer
-from fusedckpt.fusing.code_names import defining_class
 from fusedckpt.fusing.match_reader import Guards, Reader
 from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.recording import BUFFER_OP, FOREIGN_OP, Recording, guards_of, record
@@ -39,6 +38,7 @@ from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.gated_norm import gated_rms_norm
 from fusedckpt.layers.norm import LayerNorm, NormOptions, RMSNorm
 from fusedckpt.layers.notes import NO_NOTES, NOTES
+from fusedckpt.state.code_names import defining_class
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 # offsets and casts of RMSNorms. Llama's and Gemma's first: torch's differs from the third only

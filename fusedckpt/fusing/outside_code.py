@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fusedckpt.autograd import private
-from fusedckpt.fusing.code_names import CodeRead, codes_in, is_read_as_global, reads_in
 from fusedckpt.fusing.code_watch import CHANGING, CodeWatch, is_library
 from fusedckpt.fusing.outside_reads import (
     MISSING,
@@ -48,6 +47,7 @@ from fusedckpt.fusing.outside_reads import (
     setting_of,
 )
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.state.code_names import CodeRead, codes_in, is_read_as_global, reads_in
 
 # attribute of a class that was made for a method of another: that class, and the method's name
 METHOD = "_fusedckpt_method"

@@ -23,11 +23,11 @@ from fusedckpt.autograd.private import is_fsdp_managed
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.quantized import quantized, why_left
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.code_names import names_in_forward
 from fusedckpt.fusing.recording import is_activation
 from fusedckpt.layers import sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.linear import Linear
+from fusedckpt.state.code_names import names_in_forward
 
 # names in code and of attributes: torch's functions, and transformers' tables of activations
 _ACTIVATION_NAMES = frozenset(

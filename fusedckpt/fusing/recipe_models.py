@@ -26,12 +26,11 @@ from fusedckpt.fusing import recipe_kernels, recipe_mode
 from fusedckpt.fusing.cheap_functions import obstacle_of_recipes
 from fusedckpt.fusing.mixers import shared_in_copies
 from fusedckpt.fusing.recipe_mode import RecipeMode
-from fusedckpt.fusing.replica import undisturbed
+from fusedckpt.fusing.replica import copied_inputs, running_copy_of, undisturbed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Swap, made_of, subclass
 from fusedckpt.layers.notes import set_notes
 from fusedckpt.memory import saved_tensors
-from fusedckpt.state import rng
 
 KERNELS.append(recipe_kernels.run_recipes)
 
@@ -124,18 +123,12 @@ def gain_on_batch(model: nn.Module, args: Any, kwargs: Any) -> str | None:
 
     A copy of the model runs, as it does to find attention.
     """
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    states = rng.states_in(model)
     try:
         copied = copy.deepcopy(model, shared_in_copies(model)).train()
-        held = [*copied.parameters(), *copied.buffers(), *inputs]
-        after = _saved_by(copied, args, kwargs, held, recipes=True)
-        now = None if after is None else _saved_by(copied, args, kwargs, held)
+        with running_copy_of(model):
+            return _gain_of(copied, args, kwargs)
     except Exception:  # arbitrary code of others; a report claims nothing then
         return None
-    finally:
-        states.restore()
-    return None if now is None or after is None else words_of_gain(now, after)
 
 
 # leaves of arguments that a report may keep
@@ -172,19 +165,23 @@ def _gain_by_shapes(reference: weakref.ref[nn.Module], call: tuple[Any, Any]) ->
     memo.update({id(b): torch.empty_like(b, device="meta") for b in model.buffers()})
     try:
         copied = copy.deepcopy(model, memo)
-        held = [*copied.parameters(), *copied.buffers()]
-        held += [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        after = _saved_by(copied, args, kwargs, held, recipes=True)
-        now = None if after is None else _saved_by(copied, args, kwargs, held)
+        with running_copy_of(model):
+            return _gain_of(copied, args, kwargs)
     except Exception:  # arbitrary code of others; a report claims nothing then
         return None
+
+
+def _gain_of(model: nn.Module, args: Any, kwargs: Any) -> str | None:
+    after = _saved_by(model, args, kwargs, recipes=True)
+    now = None if after is None else _saved_by(model, args, kwargs)
     return None if now is None or after is None else words_of_gain(now, after)
 
 
-def _saved_by(
-    model: nn.Module, args: Any, kwargs: Any, held: Iterable[Tensor], *, recipes: bool = False
-) -> int | None:
-    """Return the bytes that a forward saves."""
+def _saved_by(model: nn.Module, args: Any, kwargs: Any, *, recipes: bool = False) -> int | None:
+    """Return the bytes that a forward saves beside its inputs."""
+    args, kwargs = copied_inputs(args, kwargs)
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    held = [*model.parameters(), *model.buffers(), *inputs]
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     with undisturbed(device):
         if recipes:

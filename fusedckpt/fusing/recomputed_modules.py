@@ -23,7 +23,7 @@ from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, te
 from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
-from fusedckpt.fusing.call_state import is_flat, is_noted, modules_in
+from fusedckpt.fusing.call_state import is_flat, modules_in
 from fusedckpt.fusing.fused_mlps import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swap import Swapped
@@ -31,6 +31,7 @@ from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
 from fusedckpt.state.holders import ATOMS
+from fusedckpt.state.noted import is_collection
 
 # the pattern of an MLP that no program computes
 RERUN = MLPPattern("recomputed", (), "")
@@ -184,7 +185,7 @@ def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> No
             # most
             continue
         for part in objects_in(value):
-            is_known = isinstance(part, Tensor) or is_noted(part)
+            is_known = isinstance(part, Tensor) or is_collection(part)
             if not is_known and type(part).__name__ not in _CONSTANT:
                 key = "module" if isinstance(part, nn.Module) else "cache"
                 return NotFused(key, type(part).__name__)

@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import private
+from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.state import rng
+from fusedckpt.state.holders import with_tensors
+from fusedckpt.state.tensors import tensor_restorer
+from fusedckpt.state.variables import noted_variables
 
 Path = tuple[str, ...]
 
 # rows of the random input: enough to tell rules of rounding apart, and few
 ROWS = 6
-_HOOK_ATTRIBUTES = [
-    name
-    for name in sorted(private.MODULE_ATTRIBUTES)
-    if "_hooks" in name and "state_dict" not in name
-]
 
 
 def replica(
@@ -55,7 +54,7 @@ def replica(
     kind, attributes_of_copy = (type(module), {}) if enter is None else enter(module, path)
     clone = object.__new__(kind)
     attributes = vars(module)
-    changed: dict[str, Any] = {name: type(attributes[name])() for name in _HOOK_ATTRIBUTES}
+    changed: dict[str, Any] = {name: type(attributes[name])() for name in private.HOOK_ATTRIBUTES}
     changed |= {
         name: sizes[value]
         for name, value in attributes.items()
@@ -136,6 +135,35 @@ def undisturbed(device: torch.device | str) -> Iterator[None]:
         # of dtypes that no user asked for
         warnings.simplefilter("ignore")
         yield
+
+
+@contextmanager
+def running_copy_of(model: nn.Module) -> Iterator[None]:
+    """Put back what a copy of a model that runs inside shares with it.
+
+    These are generators in its attributes, and the variables that its code may write.
+    """
+    states = rng.states_in(model)
+    variables, tensors = noted_variables(model)
+    restorers = [tensor_restorer(tensor) for tensor in tensors if is_state(tensor)]
+    try:
+        yield
+    finally:
+        states.restore()
+        variables.put_back()
+        for restore in restorers:
+            restore()
+
+
+def copied_inputs(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return arguments in new containers, with copies of their tensors: a run may write them."""
+    return with_tensors((args, kwargs), _copied_input)
+
+
+def _copied_input(x: Tensor) -> Tensor:
+    if isinstance(x, nn.Parameter):
+        return x
+    return x.detach().clone().requires_grad_(x.requires_grad)
 
 
 def takes_one(module: nn.Module) -> bool:

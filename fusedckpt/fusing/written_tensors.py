@@ -20,7 +20,7 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.calls import Argument
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
-from fusedckpt.fusing.code_names import names_in_forward
+from fusedckpt.state.code_names import names_in_forward
 
 # not in every torch: then a buffer that is written with its own values is an error, too
 _hash: Any = getattr(torch, "hash_tensor", None)

@@ -282,7 +282,7 @@ def _plan(
         model = nn.ModuleList([step.model, step.loss])
     inputs = step.args, step.kwargs, [p.grad for p in step.parameters() if p.grad is not None]
     with (
-        trial(model, step.optimizers, inputs, limit or 0),
+        trial(model, step.optimizers, inputs, limit or 0, step.loss),
         stand_ins(parallel) as replaced,
         torch.enable_grad(),
         progress("plan", 3, goal.progress) as tell,

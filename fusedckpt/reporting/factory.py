@@ -62,7 +62,8 @@ class MadeModel:
     def measured(self, accumulate: bool = False) -> MemoryReport:
         """Return the report of a step that is taken, on the model's device."""
         step = self._begun(accumulate)
-        with trial(self.model, step.optimizers, (step.args, step.kwargs)), torch.enable_grad():
+        inputs = step.args, step.kwargs
+        with trial(self.model, step.optimizers, inputs, loss=step.loss), torch.enable_grad():
             return memory_of(step, ProfiledRun(self.model), str(step.device))
 
     def _trained(self) -> list[nn.Parameter]:

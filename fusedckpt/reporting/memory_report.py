@@ -229,7 +229,7 @@ def report(
     if parallel is not None:
         step = step._replace(bytes_beside=bucket_bytes(parallel))
     with (
-        trial(parts, optimizers, (args, kwargs)),
+        trial(parts, optimizers, (args, kwargs), loss=loss),
         stand_ins(parallel) as replaced,
         without_root(model),
         torch.enable_grad(),

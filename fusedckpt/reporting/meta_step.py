@@ -19,7 +19,7 @@ from fusedckpt.memory import nbytes_of
 from fusedckpt.reporting.memory_report import MemoryReport, memory_of
 from fusedckpt.reporting.step import Step, check_step, default_loss, optimizers_of, replayable
 from fusedckpt.reporting.timeline import RunningModules, TimelineReading
-from fusedckpt.reporting.trial import trial, with_tensors
+from fusedckpt.reporting.trial import trial
 from fusedckpt.reporting.without_memory import (
     META,
     MetaModules,
@@ -28,7 +28,7 @@ from fusedckpt.reporting.without_memory import (
     on_meta,
 )
 from fusedckpt.reporting.wrappers import bucket_bytes, inside_of, replaced
-from fusedckpt.state.holders import contents_of, put_back
+from fusedckpt.state.holders import contents_of, put_back, with_tensors
 
 _LIBRARY_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # elements of the largest buffer with values that a step may read
@@ -105,7 +105,7 @@ def estimated(
     ):
         args, kwargs = copies.tree((step.args, step.kwargs))
         step = step._replace(args=args, kwargs=kwargs)
-        with trial(parts, step.optimizers, (args, kwargs)):
+        with trial(parts, step.optimizers, (args, kwargs), loss=loss):
             on_run = _RunOnMeta(step.model, run, device)
             return memory_of(step, on_run, str(device), tries_recipes=tries_recipes)
 

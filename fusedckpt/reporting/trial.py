@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fusedckpt.autograd.private import fsdp_parameters, storage_key, unsharded_of, updates_early
+from fusedckpt.autograd.private import fsdp_parameters, unsharded_of, updates_early
 from fusedckpt.checkpointing.written_buffers import is_state
 from fusedckpt.fusing.first_step import on_trial
 from fusedckpt.fusing.written_tensors import digest_of, has_digest
@@ -29,8 +29,10 @@ from fusedckpt.state.holders import (
     parts_of,
     put_back,
     restorer,
-    with_parts,
+    with_tensors,
 )
+from fusedckpt.state.tensors import put_memory_back, tensor_restorer
+from fusedckpt.state.variables import noted_variables
 
 
 @contextmanager
@@ -39,6 +41,7 @@ def trial(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     inputs: Any = (),
     budget: int = 0,
+    loss: Callable[..., Any] | None = None,
 ) -> Iterator[None]:
     """Put back, on leaving or at an exception, everything that training steps inside change.
 
@@ -51,20 +54,23 @@ def trial(
     object as before, and gradients that FSDP2 has not reduced yet; buffers, the optimizer's state,
     options and parameters, and the tensors in `inputs`, from copies on their device where these
     fit, in pinned host memory otherwise; attributes of modules, such as `training`, with the
-    containers, tensors, arrays and random number generators among them, and of the optimizer; the
-    random state of Python, NumPy, the CPU and all CUDA devices. A tensor that did not change is not
+    containers, tensors, arrays and random number generators among them, and of the optimizer;
+    variables that the code of modules, their hooks and the loss name: those that it assigns,
+    containers, plain objects, generators and tensors without gradients; the random state of
+    Python, NumPy, the CPU and all CUDA devices. A tensor that did not change is not
     written to. Parameters that `optimizer` does not have are not copied, but for those with hooks
     that run when their gradients are complete, such as an optimizer's in backward.
 
     Items of containers, and attributes of objects among `inputs`, are read and written past the
-    methods of their own classes, and written only where they changed. Objects in attributes of
-    modules that are no containers are not looked into.
+    methods of their own classes, and written only where they changed. Containers with more than
+    1,024 entries outside of modules are not looked into, nor are objects of libraries.
 
     Args:
         model: any module, lazy ones after their first forward.
         optimizer: the one that steps inside, several, or None.
         inputs: the arguments of the model: tensors in any nesting of containers and objects.
         budget: bytes that the steps inside may have in use on a device at once, 0 for unknown.
+        loss: the function that the steps call, or None.
 
     Raises:
         RuntimeError: on leaving, a parameter that `optimizer` does not have was written to: it
@@ -89,8 +95,9 @@ def trial(
             backup.add(each)
         backup.add(inputs)
         backup.add_modules(model)
+        backup.add_variables(model, loss)
         for name, parameter in model.named_parameters():
-            undo.callback(_put_memory_back, parameter, parameter.detach())
+            undo.callback(put_memory_back, parameter, parameter.detach())
             if updates_early(parameter):
                 # by an optimizer of other code, which may write without a version
                 backup.add(parameter)
@@ -114,27 +121,6 @@ def _alias(tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `tree` with new containers, and `change` of each tensor, once for each."""
-    return _with_tensors(tree, change, {})
-
-
-def _with_tensors(
-    tree: Any, change: Callable[[Tensor], Tensor], known: dict[int, tuple[Any, Any]]
-) -> Any:
-    if type(tree) in ATOMS:
-        return tree
-    if id(tree) not in known:
-        # an object inside itself refers to the caller's; it lives, so that its id is its own
-        known[id(tree)] = tree, tree
-        if isinstance(tree, Tensor):
-            changed: Any = change(tree)
-        else:
-            changed = with_parts(tree, lambda part: _with_tensors(part, change, known))
-        known[id(tree)] = tree, changed
-    return known[id(tree)][1]
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
@@ -198,6 +184,13 @@ class _Backup:
                 if name not in ("_buffers", "_parameters", "_modules"):
                     self.add(value, is_attribute=True)
 
+    def add_variables(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
+        """Note what the code of modules, functions in them and the loss may write besides."""
+        noted, tensors = noted_variables(model, loss, objects=True)
+        self._undo.callback(noted.put_back)
+        for tensor in tensors:
+            self.add(tensor, is_attribute=True)
+
     def add(self, value: Any, is_attribute: bool = False) -> None:
         """Copy tensors, arrays and states of generators in `value`, and items of its containers."""
         if type(value) in ATOMS:
@@ -215,7 +208,7 @@ class _Backup:
         if isinstance(value, Tensor):
             # one on the meta device has no values
             for part in () if value.is_meta else strided(value):
-                self._undo.callback(_restorer(part, self._copies))
+                self._undo.callback(tensor_restorer(part, self._copies.copy))
         elif isinstance(value, np.ndarray) and value.flags.writeable:
             self._undo.callback(np.copyto, value, value.copy())
         elif not is_attribute or isinstance(value, CONTAINERS):
@@ -266,32 +259,6 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     except RuntimeError:
         return tensor.to("cpu", copy=True)
     return copy.copy_(tensor, non_blocking=True)
-
-
-def _restorer(tensor: Tensor, copies: Copies) -> Callable[[], None]:
-    """Copy a tensor, and return a function that puts its value back."""
-    memory = tensor.detach()
-    # one element stands for all of an expanded axis
-    for axis, stride in enumerate(memory.stride()):
-        if stride == 0 and memory.shape[axis] > 1:
-            memory = memory.narrow(axis, 0, 1)
-    before = copies.copy(memory)
-    version = tensor._version
-    whole = tensor.detach()
-
-    def restore() -> None:
-        _put_memory_back(tensor, whole)
-        # some of torch's own ops, batch_norm among them, write without a new version
-        if tensor._version != version or not torch.equal(memory, before.to(memory.device)):
-            memory.copy_(before)
-
-    return restore
-
-
-def _put_memory_back(tensor: Tensor, whole: Tensor) -> None:
-    """Undo `tensor.data = other`."""
-    if storage_key(tensor.untyped_storage()) != storage_key(whole.untyped_storage()):
-        tensor.data = whole
 
 
 def _check_unwritten(watched: list[tuple[str, nn.Parameter, int, Tensor | None]]) -> None:

@@ -5,8 +5,8 @@ configurations are such. So a holder's contents are read and written by the meth
 classes, and only where they changed.
 
 A holder is a dict, list, set or deque, or an object with `read()` and `fill(contents)`: `Slots`,
-`NamedAttributes`, `WeakItems`, `ForeignItems`. `holders_of` returns those of an object,
-`contents_of` reads one, `put_back` writes it.
+`NamedAttributes`, `CellContents`, `WeakItems`, `ForeignItems`. `holders_of` returns those of an
+object, `contents_of` reads one, `put_back` writes it.
 """
 
 from __future__ import annotations
@@ -203,6 +203,30 @@ def is_of_library(kind: type) -> bool:
     return kind.__module__.partition(".")[0] in ("torch", "fusedckpt", "builtins")
 
 
+class CellContents:
+    """The value of a variable that functions close over, if it is assigned."""
+
+    def __init__(self, cell: types.CellType):
+        self._cell = cell
+
+    def __len__(self) -> int:
+        return 1
+
+    def read(self) -> list[Any]:
+        """Return the value in a list, an empty one where none is assigned."""
+        try:
+            return [self._cell.cell_contents]
+        except ValueError:
+            return []
+
+    def fill(self, contents: Sequence[Any]) -> None:
+        """Assign this value, or none."""
+        if contents:
+            (self._cell.cell_contents,) = contents
+        else:
+            del self._cell.cell_contents
+
+
 class WeakItems:
     """The items of a container that refers weakly to objects; its contents do not hold them."""
 
@@ -350,6 +374,27 @@ def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
             put_back(holder, each)
         return duplicate
     return value
+
+
+def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `tree` with new containers, and `change` of each tensor, once for each."""
+    return _with_tensors(tree, change, {})
+
+
+def _with_tensors(
+    tree: Any, change: Callable[[Tensor], Tensor], known: dict[int, tuple[Any, Any]]
+) -> Any:
+    if type(tree) in ATOMS:
+        return tree
+    if id(tree) not in known:
+        # an object inside itself refers to the caller's; it lives, so that its id is its own
+        known[id(tree)] = tree, tree
+        if isinstance(tree, Tensor):
+            changed: Any = change(tree)
+        else:
+            changed = with_parts(tree, lambda part: _with_tensors(part, change, known))
+        known[id(tree)] = tree, changed
+    return known[id(tree)][1]
 
 
 def _changed(contents: Any, change: Callable[[Any], Any]) -> Any:
