@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from bench.work import work_of
 from bench.zoo.model import Inputs, Model
 from fusedckpt import fuse
-from fusedckpt.fusing import recipe_mode
 from fusedckpt.memory import peak_bytes, saved_tensors
+from fusedckpt.recipes import recipe_mode
 from fusedckpt.reporting.step import default_loss
 
 DTYPE = torch.bfloat16

@@ -5,7 +5,7 @@
                     a group norm or batch norm, and its activation
     gated_sum       residual + gate * branch, the gate broadcast
 
-Backward runs them to make a saved value again (`fusing/recipe_kernels.py`). Each reads its inputs
+Backward runs them to make a saved value again (`recipes/recipe_kernels.py`). Each reads its inputs
 once and writes its result once; between them all is float32.
 """
 

@@ -20,9 +20,11 @@ ALLOWED = {
     "parallel": {"layers"},
     "reference": {"blocks", "functional"},
     "checkpointing": {"kernels", "autograd", "memory", "state"},
+    "outside": {"autograd", "state", "layers"},
+    "recipes": {"kernels", "autograd", "state", "blocks", "layers"},
     "fusing": {
         *("deprecated", "kernels", "autograd", "reference", "blocks", "layers", "memory", "state"),
-        "checkpointing",
+        *("checkpointing", "outside", "recipes"),
     },
     "reporting": {
         *("autograd", "allocations", "memory", "state", "layers", "checkpointing", "fusing"),

@@ -42,7 +42,10 @@ JOBS: dict[str, tuple[str, set[str]]] = {
     ),
     "set the class of a module": (
         r"module\.__class__ = ",
-        {"fusing/call_state.py", "fusing/first_step.py", "fusing/swap.py", "planning/roles.py"},
+        {
+            *("checkpointing/call_state.py", "fusing/first_step.py", "fusing/swap.py"),
+            "planning/roles.py",
+        },
     ),
     "walk the nodes of a graph": (
         r"in \w+\.next_functions\b",
@@ -56,7 +59,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         r"torch\.(equal|allclose)\(|torch, \"hash_tensor\"",
         {
             *("checkpointing/determinism.py", "fusing/fused_heads.py", "fusing/experts.py"),
-            *("fusing/mixers.py", "fusing/verification.py", "fusing/written_tensors.py"),
+            *("fusing/mixers.py", "fusing/verification.py", "checkpointing/written_tensors.py"),
             *("state/rng.py", "state/tensors.py"),
         },
     ),

@@ -188,10 +188,10 @@ def test_blocks_of_own_code_are_the_committed_ones():
 
 
 def test_models_of_the_page_of_fuse_are_the_committed_ones():
-    rows = rows_below("fusedckpt/fusing/recipes.md", "| whole models | number | saved gone |")
+    rows = rows_below("fusedckpt/recipes/README.md", "| whole models | number | saved gone |")
     assert sorted(row.split(" | ", 1)[1] for row in rows) == sorted(costs_of_groups())
     models = [ways for members in surveyed_groups().values() for ways in members]
-    text = (ROOT / "fusedckpt/fusing/recipes.md").read_text(encoding="utf-8")
+    text = (ROOT / "fusedckpt/recipes/README.md").read_text(encoding="utf-8")
     assert f"In all {len(models)} models recipes without `fuse` run as many FLOPs as eager." in text
     for ways in models:
         eager, fused, recipes, together = (ways[way] for way in ("eager", *SURVEYED))

@@ -14,18 +14,14 @@ While `fuse` runs (fuser.py):
       | match_shared.py        finds layers that may save a recipe of their input
       v
     one module: norms.py, match_mlps.py, experts.py
-      | recording.py           runs a copy on meta tensors: its ops, and the state that it reads;
-      |                        state outside of the module that its code writes is put back
-      |                        (outside_state.py); reads of sizes and other state of tensors, for
-      |                        which another call may compute another function, are noted
-      |                        (tensor_reads.py)
-      |                        An MLP shows by its products and the activation between them; of a
-      |                        norm the rules are proposed that may give its numbers
+      | recording.py           runs a copy on meta tensors: its ops, and the state that it reads, in
+      |                        the module and outside (../outside). An MLP shows by its products
+      |                        and the activation between them; of a norm the rules are proposed
+      |                        that may give its numbers
       v
     match                      the function of ours that it computes, its parameters, and guards
       |                        (match_reader.py): the state for which that holds, and the values
-      |                        outside (outside_reads.py) that its code reads, as the code that ran
-      |                        names them (code_watch.py, code_names.py, outside_code.py)
+      |                        outside that its code reads (../outside/reads.py)
       | verification.py        decides: runs replicas (replica.py), compares a norm's numbers with
       |                        those of rules, and outputs and gradients by the error rule
       |                        (accuracy.py), and counts saved bytes
@@ -43,15 +39,9 @@ In each call of a swapped module (Swapped in swap.py):
         NotFused, which is noted, and the original runs
     recomputed_modules.py
         runs the original in a checkpoint (recomputed_call.py); the recompute gets the state of the
-        forward (call_state.py, written_tensors.py)
+        forward (../checkpointing/call_state.py)
     fused_heads.py
         computes a causal model's loss from the input of its output embedding
-    shared_layers.py
-        runs the original, which saves a recipe of its input
-    shared_channels.py
-        the same of layers of convolutional nets, by the recipes of the layers before them, and of
-        functions that the model's code calls between them (node_recipes.py)
-    recipe_models.py
-        lets all functions that a model calls save recipes (recipe_mode.py, cheap_functions.py,
-        dropouts.py, recipe_kernels.py)
+    ../recipes
+        run the original, which saves recipes; recipe_models.py lets all functions of a model do so
 """

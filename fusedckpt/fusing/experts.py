@@ -25,11 +25,8 @@ from fusedckpt.autograd import dispatch, levels
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.blocks.operands import LoRA
 from fusedckpt.blocks.quantized import quantized
-from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.fused_mlps import chunk_words
 from fusedckpt.fusing.match_reader import Guard, Guards, Reader
-from fusedckpt.fusing.outside_code import outside_reads
-from fusedckpt.fusing.outside_reads import is_function, is_simple
 from fusedckpt.fusing.replica import undisturbed
 from fusedckpt.fusing.swap import Part, Swap, Swapped, subclass
 from fusedckpt.fusing.verification import difference, saved_per_token
@@ -38,6 +35,9 @@ from fusedckpt.kernels.gating import ClampedSwiGLU, Gating
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.experts import eager_gated, experts
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.outside.find_reads import outside_reads
+from fusedckpt.outside.reads import is_function, is_simple
+from fusedckpt.outside.watch import CodeWatch
 from fusedckpt.state.code_names import names_in_forward
 
 WEIGHTS = ("gate_up_proj", "down_proj")

@@ -35,7 +35,6 @@ from fusedckpt.fusing.match_mlps import (
 )
 from fusedckpt.fusing.match_shared import may_share
 from fusedckpt.fusing.norms import norm_swap
-from fusedckpt.fusing.outside_reads import is_simple
 from fusedckpt.fusing.reasons import looks_like
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
@@ -44,6 +43,7 @@ from fusedckpt.layers.children import letter_of
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import notes_of
 from fusedckpt.layers.sequential import Sequential, fused_runs
+from fusedckpt.outside.reads import is_simple
 
 
 class Matcher:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, phases, private, tracker
 from fusedckpt.autograd.private import pytree
-from fusedckpt.fusing.call_state import modules_in
+from fusedckpt.checkpointing.call_state import modules_in
 from fusedckpt.fusing.fuse_report import FuseReport, join_names
 from fusedckpt.fusing.mixers import (
     Before,
@@ -46,12 +46,12 @@ from fusedckpt.fusing.mixers import (
 from fusedckpt.fusing.recipe_models import gain_of_call
 from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.shared_channels import SharedChannels
-from fusedckpt.fusing.shared_code import SharedCode
 from fusedckpt.fusing.swap import Original, Swap, made_of, original_of, subclass, undo
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, clear_notes, notes_of, set_notes
+from fusedckpt.recipes.shared_channels import SharedChannels
+from fusedckpt.recipes.shared_code import SharedCode
 from fusedckpt.state.noted import is_collection
 
 # reasons that a second run gives although it is taken

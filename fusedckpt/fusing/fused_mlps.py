@@ -26,18 +26,18 @@ from fusedckpt.blocks import compiled
 from fusedckpt.blocks.builder import GATED, ONE_LINEAR, PACKED, TWO_LINEARS, Linears
 from fusedckpt.blocks.layer_function import run_layer
 from fusedckpt.blocks.quantized import quantized
+from fusedckpt.checkpointing.call_state import modules_in
 from fusedckpt.fusing import adapters
-from fusedckpt.fusing.call_state import modules_in
 from fusedckpt.fusing.match_reader import Guards, Reader, child_at
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.replica import Path
-from fusedckpt.fusing.shared_layers import SharedActivation, SharedLinear, shared_view_of
 from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.linear import LinearOptions
 from fusedckpt.layers.notes import ModuleNotes
 from fusedckpt.layers.sharded import Sharding
+from fusedckpt.recipes.shared_layers import SharedActivation, SharedLinear, shared_view_of
 
 # the place of a dropout's rate: the path of a module, and its attribute
 Rate = tuple[Path, str]

@@ -32,7 +32,6 @@ from fusedckpt.fusing.fused_mlps import (
     chunk_words,
 )
 from fusedckpt.fusing.match_reader import Guard, Guards, child_at
-from fusedckpt.fusing.outside_code import METHOD
 from fusedckpt.fusing.reasons import acts_itself, is_transposed, looks_like
 from fusedckpt.fusing.recomputed_modules import RERUN, Recomputed
 from fusedckpt.fusing.recording import (
@@ -48,6 +47,7 @@ from fusedckpt.fusing.replica import Path, rates_of, takes_one, undisturbed
 from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.outside.find_reads import METHOD
 
 # activations are told apart by it: another threshold of a softplus shows only here
 _TOL = 1e-8

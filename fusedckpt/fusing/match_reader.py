@@ -19,10 +19,10 @@ from torch import nn
 
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.fusing.adapters import base_of, is_dequantizing
-from fusedckpt.fusing.outside_reads import MISSING, NONE, OutsideReads, are_equal_values
 from fusedckpt.fusing.replica import Path
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import notes_of
+from fusedckpt.outside.reads import MISSING, NONE, OutsideReads, are_equal_values
 
 
 class Guard(NamedTuple):

@@ -23,7 +23,10 @@ from fusedckpt.fusing.reasons import (
 from fusedckpt.fusing.recording import is_activation
 from fusedckpt.fusing.replica import takes_one
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.shared_channels import (
+from fusedckpt.fusing.swap import Swap, original_of, subclass
+from fusedckpt.layers.norm import LayerNorm, RMSNorm
+from fusedckpt.layers.sequential import Sequential
+from fusedckpt.recipes.shared_channels import (
     SharedChannelActivation,
     SharedChannelDropout,
     SharedChannelNorm,
@@ -32,8 +35,8 @@ from fusedckpt.fusing.shared_channels import (
     SharedPool,
     channels_class_of,
 )
-from fusedckpt.fusing.shared_code import SharedCode
-from fusedckpt.fusing.shared_layers import (
+from fusedckpt.recipes.shared_code import SharedCode
+from fusedckpt.recipes.shared_layers import (
     SharedActivation,
     SharedCheap,
     SharedLinear,
@@ -41,9 +44,6 @@ from fusedckpt.fusing.shared_layers import (
     SharedProduct,
     SharedReader,
 )
-from fusedckpt.fusing.swap import Swap, original_of, subclass
-from fusedckpt.layers.norm import LayerNorm, RMSNorm
-from fusedckpt.layers.sequential import Sequential
 
 
 def find_shared(search: Search) -> None:

@@ -38,16 +38,15 @@ from fusedckpt.autograd.dispatch import is_plain
 from fusedckpt.autograd.private import pytree, remove_global_hook, storage_key
 from fusedckpt.checkpointing import scans
 from fusedckpt.checkpointing.attention import NAME, watching_functions
+from fusedckpt.checkpointing.call_state import CallState, modules_in
 from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.call_state import CallState, modules_in
 from fusedckpt.fusing.recomputed_modules import Recomputed
-from fusedckpt.fusing.replica import copied_inputs, running_copy_of, undisturbed
+from fusedckpt.fusing.replica import copied_inputs, running_copy_of, shared_in_copies, undisturbed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
-from fusedckpt.fusing.written_tensors import writes
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.memory import nbytes_of
 from fusedckpt.state import rng
@@ -357,23 +356,6 @@ def mixers_in_run(
     kinds_by_module = {**heavy, **observer.kinds}
     kinds_by_name = {names[m]: frozenset(k) for m, k in kinds_by_module.items() if m in names}
     return MixersInRun(innermost(kinds_by_name), observer.own_bytes(names))
-
-
-def shared_in_copies(model: nn.Module) -> dict[int, Any]:
-    """Return the objects that a copy of a model shares with it, as a memo of `deepcopy`."""
-    # generators too: their states are put back
-    shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
-    for parameter in _may_be_written(model):
-        shared.pop(id(parameter), None)
-    return shared
-
-
-def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of modules with code that writes to tensors, and of their layers."""
-    for module in model.modules():
-        if writes(type(module)):
-            for part in (module, *module.children()):
-                yield from part.parameters(recurse=False)
 
 
 class RunObserver:

@@ -22,15 +22,14 @@ from fusedckpt.autograd import private
 from fusedckpt.autograd.private import pytree
 from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, tracking
-from fusedckpt.fusing import recipe_kernels, recipe_mode
-from fusedckpt.fusing.cheap_functions import obstacle_of_recipes
-from fusedckpt.fusing.mixers import shared_in_copies
-from fusedckpt.fusing.recipe_mode import RecipeMode
-from fusedckpt.fusing.replica import copied_inputs, running_copy_of, undisturbed
+from fusedckpt.fusing.replica import copied_inputs, running_copy_of, shared_in_copies, undisturbed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Swap, made_of, subclass
 from fusedckpt.layers.notes import set_notes
 from fusedckpt.memory import saved_tensors
+from fusedckpt.recipes import recipe_kernels, recipe_mode
+from fusedckpt.recipes.cheap_functions import obstacle_of_recipes
+from fusedckpt.recipes.recipe_mode import RecipeMode
 
 KERNELS.append(recipe_kernels.run_recipes)
 

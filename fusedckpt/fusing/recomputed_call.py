@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import phases
+from fusedckpt.checkpointing.call_state import CallState
 from fusedckpt.checkpointing.calls import Options
 from fusedckpt.checkpointing.entry import run_checkpoint
 from fusedckpt.checkpointing.segment import Segment
-from fusedckpt.fusing import shared_layers
-from fusedckpt.fusing.call_state import CallState
-from fusedckpt.fusing.written_tensors import is_constant
+from fusedckpt.checkpointing.written_tensors import is_constant
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
+from fusedckpt.recipes import shared_layers
 
 # attribute of a module: the name of a parameter that its forward writes, "" for none, None before
 # its first call

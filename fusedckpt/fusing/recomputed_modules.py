@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
 from fusedckpt.autograd.recipes import Leaf, Made
 from fusedckpt.checkpointing.attention import NAME
+from fusedckpt.checkpointing.call_state import is_flat, modules_in
 from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, tensors_among
 from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import SCAN
 from fusedckpt.checkpointing.segment import Segment, segment_of, was_segment
-from fusedckpt.fusing.call_state import is_flat, modules_in
 from fusedckpt.fusing.fused_mlps import MLPMatch, MLPPattern
 from fusedckpt.fusing.recomputed_call import needs_gradient, recomputed_call
 from fusedckpt.fusing.swap import Swapped

@@ -43,13 +43,13 @@ from fusedckpt.autograd.private import (
     storage_key,
     written_by,
 )
-from fusedckpt.fusing import tensor_reads
-from fusedckpt.fusing.code_watch import CodeWatch
 from fusedckpt.fusing.match_reader import Guard, Guards
-from fusedckpt.fusing.outside_code import outside_reads
-from fusedckpt.fusing.outside_reads import MISSING, is_function, is_simple
 from fusedckpt.fusing.replica import Path, replica, takes_one, undisturbed
 from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.outside import sizes as tensor_reads
+from fusedckpt.outside.find_reads import outside_reads
+from fusedckpt.outside.reads import MISSING, is_function, is_simple
+from fusedckpt.outside.watch import CodeWatch
 from fusedckpt.state import rng
 
 # containers of simple values, which are copied

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.layers import fallbacks, sharded
-from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.layers.fallbacks import NotFused, refuse_script
 from fusedckpt.layers.notes import NO_NOTES, ModuleNotes, clear_notes, notes_of, set_notes
 
 # where a made class has the classes that it was made of: ours and the original
@@ -56,11 +56,6 @@ def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module
     # a class that was made begins with it already
     bases = (ours, original) if issubclass(original, _Made) else (_Made, ours, original)
     return type(f"{_prefix(ours)}{original.__name__}", bases, names)
-
-
-def refuse_script(module: nn.Module) -> Any:
-    """Refuse torch.jit.script, which would compile the original forward."""
-    raise TypeError("torch.jit.script: the model was fused, call fusedckpt.unfuse first")
 
 
 def _prefix(kind: type[nn.Module]) -> str:

@@ -234,3 +234,8 @@ def fallback_of(x: Any, **weights: Any) -> NotFused:
     if not isinstance(x, Tensor):
         return NotFused("arguments")
     return NotFused("input", "nested tensor" if x.is_nested else type(x).__name__)
+
+
+def refuse_script(module: nn.Module) -> Any:
+    """Refuse torch.jit.script, which would compile the original forward."""
+    raise TypeError("torch.jit.script: the model was fused, call fusedckpt.unfuse first")

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import fsdp_parameters, unsharded_of, updates_early
 from fusedckpt.checkpointing.written_buffers import is_state
+from fusedckpt.checkpointing.written_tensors import digest_of, has_digest
 from fusedckpt.fusing.first_step import on_trial
-from fusedckpt.fusing.written_tensors import digest_of, has_digest
 from fusedckpt.memory import strided
 from fusedckpt.state import rng
 from fusedckpt.state.holders import (

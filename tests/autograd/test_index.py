@@ -50,7 +50,7 @@ class TwoReaders(nn.Module):
 
 @pytest.mark.parametrize("has_recipes", [False, True], ids=["", "recipes"])
 def test_a_norm_that_two_linears_read_has_one_recipe(has_recipes, monkeypatch):
-    from fusedckpt.fusing import recipe_mode
+    from fusedckpt.recipes import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = TwoReaders().to(DEVICE)
@@ -142,7 +142,7 @@ def test_nothing_is_kept():
 
 
 def test_a_result_keeps_nothing_of_its_forward(monkeypatch):
-    from fusedckpt.fusing import recipe_mode
+    from fusedckpt.recipes import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Sigmoid(), nn.Tanh()).to(DEVICE)
@@ -161,7 +161,7 @@ def test_a_result_keeps_nothing_of_its_forward(monkeypatch):
 
 
 def test_an_error_in_a_forward_keeps_nothing(monkeypatch):
-    from fusedckpt.fusing import recipe_mode
+    from fusedckpt.recipes import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     results = []
@@ -181,7 +181,7 @@ def test_an_error_in_a_forward_keeps_nothing(monkeypatch):
 
 def test_parameters_may_be_swapped(monkeypatch):
     """torch.utils.swap_tensors refuses a tensor with a weak reference."""
-    from fusedckpt.fusing import recipe_mode
+    from fusedckpt.recipes import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     model = nn.Sequential(nn.Linear(D, D), nn.Sigmoid(), TwoReaders()).to(DEVICE)
@@ -216,7 +216,7 @@ def test_tensors_without_a_storage():
 
 
 def test_threads_that_share_an_input(monkeypatch):
-    from fusedckpt.fusing import recipe_mode
+    from fusedckpt.recipes import recipe_mode
 
     monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
     eager = [TwoReaders().to(DEVICE, torch.float64) for _ in range(4)]

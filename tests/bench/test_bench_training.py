@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.recipes import recipe_mode
 
 pytest.importorskip("matplotlib", reason="needs the bench extra")
 pytest.importorskip("sklearn", reason="needs the bench extra")

@@ -3,8 +3,8 @@
 import pytest
 
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode
 from fusedckpt.kernels.runtime import IS_INTERPRETED
+from fusedckpt.recipes import recipe_mode
 
 
 @pytest.fixture(autouse=True)

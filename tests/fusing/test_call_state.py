@@ -17,7 +17,7 @@ from support import DEVICE, calls
 from torch import nn
 
 from fusedckpt import fuse, unfuse
-from fusedckpt.fusing.call_state import CallState, modules_in
+from fusedckpt.checkpointing.call_state import CallState, modules_in
 
 D, T = 16, 6
 GENERATOR, VARIABLE = torch.Generator(), contextvars.ContextVar("scale", default=1.0)

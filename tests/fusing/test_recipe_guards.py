@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.autograd import tracker
-from fusedckpt.fusing import dropouts
+from fusedckpt.recipes import dropouts
 
 pytestmark = pytest.mark.usefixtures("any_size")
 

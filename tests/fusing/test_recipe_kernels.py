@@ -13,10 +13,10 @@ from zoo import BasicBlock
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import dropouts
 from fusedckpt.fusing.accuracy import Errors
 from fusedckpt.kernels import pointwise
 from fusedckpt.memory import saved_tensors
+from fusedckpt.recipes import dropouts
 
 pytest.importorskip("triton", reason="kernels need Triton")
 pytestmark = pytest.mark.usefixtures("any_size")

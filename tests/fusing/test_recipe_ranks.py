@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fusedckpt
 from fusedckpt.autograd.dispatch import forced_path
-from fusedckpt.fusing import recipe_mode
 from fusedckpt.memory import saved_tensors
+from fusedckpt.recipes import recipe_mode
 
 
 @forced_path("aten")

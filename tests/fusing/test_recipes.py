@@ -19,7 +19,8 @@ from zoo import Attention, DecoderLayer
 
 import fusedckpt
 from fusedckpt.autograd import recipes, tracker
-from fusedckpt.fusing import recipe_mode, recipe_models
+from fusedckpt.fusing import recipe_models
+from fusedckpt.recipes import recipe_mode
 
 pytestmark = pytest.mark.usefixtures("any_size")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zoo import InlineMLP
 
 import fusedckpt
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.recipes import recipe_mode
 
 # bytes that recipes may save above `fuse` alone
 MOST = 256

@@ -15,9 +15,9 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fusedckpt
 from fusedckpt.autograd import recipes
-from fusedckpt.fusing import recipe_mode
-from fusedckpt.fusing.shared_channels import SharedChannels
 from fusedckpt.memory import saved_tensors
+from fusedckpt.recipes import recipe_mode
+from fusedckpt.recipes.shared_channels import SharedChannels
 
 pytestmark = pytest.mark.usefixtures("any_size")
 

@@ -38,8 +38,8 @@ from torch import nn
 import fusedckpt
 from fusedckpt import fuse, unfuse
 from fusedckpt.fusing.norms import FusedNorm
-from fusedckpt.fusing.shared_layers import SharedNorm
 from fusedckpt.fusing.swap import subclass
+from fusedckpt.recipes.shared_layers import SharedNorm
 
 FOUND = {
     "llama": (Llama, "rms_norm (llama cast)"),

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointError
 
 import fusedckpt
 from fusedckpt.checkpointing import samples
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.recipes import recipe_mode
 
 T, D = 6, 16
 

@@ -11,9 +11,9 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import Plan
-from fusedckpt.fusing import recipe_mode
 from fusedckpt.memory import saved_tensors
 from fusedckpt.planning.roles import NO_RECIPES, UNCHANGED
+from fusedckpt.recipes import recipe_mode
 
 C, BLOCKS = 8, 6
 

@@ -12,7 +12,7 @@ from torch import nn
 import fusedckpt
 from fusedckpt.autograd import private
 from fusedckpt.autograd.tracker import LIMIT
-from fusedckpt.fusing import recipe_mode
+from fusedckpt.recipes import recipe_mode
 from fusedckpt.reporting.recipe_groups import RecipeGroup
 
 C, SIDE, ROWS = 4, 6, 3

@@ -28,8 +28,8 @@ from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.index import ACTIVATION, CHANNELS
 from fusedckpt.autograd.phases import only_count, uncounted
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View, unpack, view_in
-from fusedckpt.fusing import dropouts, recipe_mode
-from fusedckpt.fusing.node_recipes import (
+from fusedckpt.recipes import dropouts, recipe_mode
+from fusedckpt.recipes.node_recipes import (
     made_of_norm,
     note_result,
     replay_of_node,
@@ -39,7 +39,7 @@ from fusedckpt.fusing.node_recipes import (
     unwritten,
     view_by_node,
 )
-from fusedckpt.fusing.shared_layers import Shared, SharedActivation, SharedCheap
+from fusedckpt.recipes.shared_layers import Shared, SharedActivation, SharedCheap
 
 # a recipe takes so much less time without a function mode
 _TIMES_CHEAPER = 4

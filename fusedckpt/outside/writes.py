@@ -14,7 +14,7 @@ from itertools import islice
 from types import CellType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from fusedckpt.fusing.outside_reads import MISSING
+from fusedckpt.outside.reads import MISSING
 from fusedckpt.state import holders, rng
 from fusedckpt.state.code_names import CodeRead, reads_in
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.fusing.code_watch import is_library
+from fusedckpt.outside.watch import is_library
 
 # attributes and methods of tensors that tell their sizes, and those that tell other state
 SIZES = frozenset(("shape", "size", "numel", "nelement"))

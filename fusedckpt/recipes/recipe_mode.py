@@ -26,9 +26,9 @@ from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.recipes import Leaf, View, tensors_in, unfilled, unpack
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import Saved, Tracker
-from fusedckpt.fusing import dropouts
-from fusedckpt.fusing.cheap_functions import KINDS, WRITES
-from fusedckpt.fusing.recipe_kernels import recipe_statistics
+from fusedckpt.recipes import dropouts
+from fusedckpt.recipes.cheap_functions import KINDS, WRITES
+from fusedckpt.recipes.recipe_kernels import recipe_statistics
 
 # functions of smaller tensors run as they are: a recipe costs more time than it saves bytes
 FLOOR_BYTES = 1 << 20

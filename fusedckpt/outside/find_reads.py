@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from fusedckpt.autograd import private
-from fusedckpt.fusing.code_watch import CHANGING, CodeWatch, is_library
-from fusedckpt.fusing.outside_reads import (
+from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.outside.reads import (
     MISSING,
     OutsideRead,
     OutsideReads,
@@ -46,7 +46,7 @@ from fusedckpt.fusing.outside_reads import (
     method_of_class,
     setting_of,
 )
-from fusedckpt.layers.fallbacks import NotFused
+from fusedckpt.outside.watch import CHANGING, CodeWatch, is_library
 from fusedckpt.state.code_names import CodeRead, codes_in, is_read_as_global, reads_in
 
 # attribute of a class that was made for a method of another: that class, and the method's name

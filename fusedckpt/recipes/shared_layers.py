@@ -39,9 +39,9 @@ from fusedckpt.autograd.tracker import (
     outside_mode,
     sees_alone,
 )
-from fusedckpt.fusing.recipe_mode import every_function
-from fusedckpt.fusing.swap import refuse_script
+from fusedckpt.layers.fallbacks import refuse_script
 from fusedckpt.layers.notes import ModuleNotes
+from fusedckpt.recipes.recipe_mode import every_function
 
 # in place of a result: the layer's own forward runs
 _OWN = object()

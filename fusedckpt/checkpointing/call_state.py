@@ -23,7 +23,7 @@ from torch.jit import ScriptModule
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.backward import versions_of
-from fusedckpt.fusing.written_tensors import Buffer, WrittenTensors
+from fusedckpt.checkpointing.written_tensors import Buffer, WrittenTensors
 from fusedckpt.state.holders import ATOMS, contents_of, has, put_back
 from fusedckpt.state.noted import NotedState
 from fusedckpt.state.variables import NO_VARIABLES, variables_of

@@ -14,7 +14,7 @@ from inspect import CO_NEWLOCALS
 from types import CodeType, FrameType, FunctionType
 from typing import Any
 
-from fusedckpt.fusing.outside_state import OutsideState
+from fusedckpt.outside.writes import OutsideState
 
 # packages that torch uses, and those whose functions depend on their arguments alone
 _PURE = ("beartype", "einops", "filelock", "fsspec", "jaxtyping", "jinja2", "markupsafe", "mpmath")

@@ -29,8 +29,8 @@ from fusedckpt.autograd.index import CHANNELS
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, unpack, view_in
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import LIMIT
-from fusedckpt.fusing import recipe_mode
-from fusedckpt.fusing.recipe_kernels import recipe_statistics
+from fusedckpt.recipes import recipe_mode
+from fusedckpt.recipes.recipe_kernels import recipe_statistics
 
 # in the metadata of a node: the entry of its result
 _ENTRY = "fusedckpt_channels"

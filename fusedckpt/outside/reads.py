@@ -7,9 +7,9 @@ read once when the match is made, and compared by identity in each call: after a
 patched, or a global is assigned, a call runs the original forward. Values that cannot change are
 compared as such, and code by identity.
 
-The code that ran while the module was recorded (code_watch.py) tells which they are, by the names
-in it (code_names.py, outside_code.py). An object is compared by its attributes of these names, also
-where another path leads to it. A value that cannot be compared is a reason to leave the module.
+The code that ran while the module was recorded (watch.py) tells which they are, by the names in it
+(find_reads.py). An object is compared by its attributes of these names, also where another path
+leads to it. A value that cannot be compared is a reason to leave the module.
 """
 
 from __future__ import annotations

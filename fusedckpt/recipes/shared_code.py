@@ -20,10 +20,10 @@ from torch import nn
 from fusedckpt.autograd import dispatch, private, tracker
 from fusedckpt.autograd.replay import PLAIN_TENSORS
 from fusedckpt.autograd.tracker import NO_LIMIT, Tracker, outside_mode, tracking
-from fusedckpt.fusing.cheap_functions import KINDS, obstacle_of_recipes
-from fusedckpt.fusing.recipe_mode import RecipeMode
-from fusedckpt.fusing.swap import refuse_script
+from fusedckpt.layers.fallbacks import refuse_script
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
+from fusedckpt.recipes.cheap_functions import KINDS, obstacle_of_recipes
+from fusedckpt.recipes.recipe_mode import RecipeMode
 
 # the attribute of such a layer: False where no function read such a result in its first call
 
