@@ -258,6 +258,14 @@ def only_count(hooks: Hooks | None) -> bool:
     return hooks is None or getattr(getattr(hooks[0], "__self__", None), "only_counts", False)
 
 
+def hooks_obstacle() -> str | None:
+    """Return why hooks of ours may not see the tensors that are saved now, None if they may."""
+    hooks = private.top_hooks()
+    if not private.SEES_HOOKS or (hooks is not None and not only_count(hooks)):
+        return "saved-tensor hooks of other code were active"
+    return None if private.why_no_hooks() is None else "saved-tensor hooks were disabled"
+
+
 def moved_by(hooks: Hooks | None) -> int | None:
     """Return the storage of tensors that come back through hooks elsewhere in memory.
 

@@ -238,6 +238,12 @@ SEES_HOOKS = _top_hooks is not None and disable_current_modes is not nullcontext
 top_hooks: Callable[[], Hooks | None] = partial(_top_hooks or _none, False)
 
 
+# returns why no such hooks may be set, None where they may: the message of
+# `torch.autograd.graph.disable_saved_tensors_hooks`
+why_no_hooks: Callable[[], str | None] = _probe(
+    "_C._autograd._saved_tensors_hooks_get_disabled_error_message", _none
+)
+
 # returns the user's hooks, below those of checkpoints, for selective checkpoints. Before torch 2.14
 # these ask for none, and no hook has to name its owner
 user_hooks: Any = _probe("utils.checkpoint._current_user_saved_tensors_hooks", None)

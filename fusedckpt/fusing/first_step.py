@@ -325,8 +325,8 @@ def _obstacle(module: nn.Module, args: Any) -> str | None:
         return "a mode of other code was active"
     if phases.current() is not None:
         return "it was inside a checkpoint"
-    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
-        return "saved-tensor hooks of other code were active"
+    if (reason := phases.hooks_obstacle()) is not None:
+        return reason
     if any(p.is_meta for p in module.parameters()):
         return "its parameters were on the meta device"
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():

@@ -174,6 +174,8 @@ def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> No
     if private.num_function_modes() and tracker.has_foreign_modes():
         # backward may run outside of the mode
         return NotFused("mode")
+    if private.why_no_hooks() is not None:
+        return NotFused("no hooks")
     notes = module.__dict__.get(NOTES, NO_NOTES)
     match = notes.match
     if match is not None and isinstance(module, Recomputed):

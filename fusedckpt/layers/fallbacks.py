@@ -100,6 +100,10 @@ WORDS = {
         "its attention calls no attention function of torch or transformers, and saves little",
         'call F.scaled_dot_product_attention, or pass attn_implementation="sdpa"',
     ),
+    "no hooks": (
+        "saved-tensor hooks were disabled, by which backward runs it again",
+        "call it outside of torch.autograd.graph.disable_saved_tensors_hooks",
+    ),
     "mode": (
         "a TorchFunctionMode of other code is active, and may change functions",
         "exit the mode before the call",

@@ -127,9 +127,7 @@ def obstacle_of_recipes(args: Sequence[Any]) -> str | None:
         return "other code replaced functions of torch"
     if tracker.active() is not None:
         return "it ran inside another model with recipes"
-    if not (private.SEES_HOOKS and phases.only_count(private.top_hooks())):
-        return "saved-tensor hooks of other code were active"
-    return None
+    return phases.hooks_obstacle()
 
 
 def _is_any_replaced() -> bool:

@@ -1,4 +1,4 @@
-"""Function modes of other code, which may change functions: fused modules run their own forward."""
+"""Modes of other code, which may change functions: fused modules run their own forward."""
 
 import copy
 from functools import partial
@@ -70,6 +70,33 @@ def test_it_sees_those_of_our_own_layers():
         theirs.data = parameter.data
     x = randn(3, D)
     torch.testing.assert_close(InMode(ours, Larger)(x), InMode(eager, Larger)(x))
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("recipes", [False, True], ids=["fused", "recipes"])
+@pytest.mark.parametrize("name", [*MODULES, "attention", "convolutions"])
+def test_fused_modules_run_where_saved_tensor_hooks_are_disabled(name, recipes):
+    torch.manual_seed(0)
+    makers = {**MODULES, "attention": partial(Attention, D), "convolutions": convolutions}
+    eager = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), makers[name]()).to(DEVICE)
+    model = copy.deepcopy(eager)
+    report = fuse(model, recompute_elementwise=recipes)
+    without_hooks = partial(torch.autograd.graph.disable_saved_tensors_hooks, "no hooks")
+    for _ in range(2):
+        x = randn(2, 3, D)
+        assert_equal(InMode(model, without_hooks), InMode(eager, without_hooks), x, tol=1e-6)
+    if name == "attention":
+        assert report.fallbacks == {"2": ("no hooks", "")}
+
+
+def convolutions():
+    return nn.Sequential(
+        nn.Unflatten(-1, (1, D)),
+        nn.Conv2d(3, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 3, 1),
+    )
 
 
 def test_the_reason_is_named():
