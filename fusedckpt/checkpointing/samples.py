@@ -39,7 +39,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from fusedckpt.autograd import private
 from fusedckpt.autograd.private import Hooks, local_of
-from fusedckpt.autograd.recipes import CHECKS
+from fusedckpt.autograd.recipes import CHECKS, COMPARISONS
 from fusedckpt.autograd.storages import is_dense, storage_of
 from fusedckpt.checkpointing.surroundings import NOTHING
 
@@ -53,6 +53,8 @@ _MOST_UNREAD = 2
 # a share of the magnitudes of the result of a norm or linear that reads a rounded input: a write to
 # the input is seen if it changes the result's elements by more
 _ROUNDED_SLACK = 0.25
+# elements of a whole tensor that are compared at once
+_MOST_AT_ONCE = 1 << 22
 # the dtypes of indices
 _INDICES = (torch.int64, torch.int32)
 # those with a kernel of torch.take
@@ -375,11 +377,7 @@ def compare_recompute(pairs: list[Pair], run_again: Callable[[], list[Pair]]) ->
 
 def _waits(pair: Pair) -> bool:
     """Whether the comparison of samples waits for the end of the backward."""
-    if not pair.before.is_cuda:
-        return False
-    if pair.is_late or not _may_wait(pair.before.device):
-        return True
-    return torch.cuda.is_current_stream_capturing()
+    return pair.before.is_cuda and (pair.is_late or not may_wait(pair.before.device))
 
 
 def _defined(pairs: list[Pair], run_again: Callable[[], list[Pair]]) -> list[Pair]:
@@ -493,7 +491,7 @@ def compare(pairs: list[Pair]) -> None:
     for (device, is_late, pair_slack), group in groups.items():
         with private.unseen(), private.unrecorded():
             is_captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if is_captured or not (is_late or _may_wait(device)):
+            if is_captured or not (is_late or may_wait(device)):
                 _assert_close(group)
                 continue
             flag = _are_same(group, pair_slack > 0)
@@ -527,9 +525,31 @@ def _compare_made(name: str, layout: Any, before: Tensor, slack: float, value: T
 CHECKS.append(_check_of)
 
 
-def _may_wait(device: torch.device) -> bool:
+def are_alike(before: Tensor, now: Tensor, is_rounded: bool) -> bool | None:
+    """Return whether each row of a tensor has the values of another, see `recipes.COMPARISONS`."""
+    if not may_wait(before.device):
+        return None
+    if not before.numel():
+        return True
+    slack = _ROUNDED_SLACK if is_rounded else 0.0
+    width = before.shape[-1]
+    # errors are computed in float64
+    size = max(_MOST_AT_ONCE * len(before) // before.numel(), 1)
+    pairs = [
+        Pair("", a, b, max(a.numel() // width, 1), slack=slack)
+        for a, b in zip(before.split(size), now.split(size), strict=True)
+    ]
+    return bool(_are_same(pairs, True))
+
+
+COMPARISONS.append(are_alike)
+
+
+def may_wait(device: torch.device) -> bool:
     """Whether the result of a kernel may be read now."""
-    return device.type != "cuda" or not torch.cuda.get_sync_debug_mode()
+    if device.type != "cuda":
+        return True
+    return not (torch.cuda.get_sync_debug_mode() or torch.cuda.is_current_stream_capturing())
 
 
 def _read_late(flag: Tensor, pairs: list[Pair]) -> None:

@@ -99,6 +99,7 @@ def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
         notes: dict[str, Any] = {"save": search.save} if ours is SharedLinear else {}
         if issubclass(ours, SharedChannels):
             notes["is_behind"] = module in behind
+            notes["compared"] = {}
         swaps[name] = Swap("linear", "", subclass(ours, type(module)), notes=notes)
     return swaps
 

@@ -43,6 +43,9 @@ class ModuleNotes:
     shares_code: bool = False
     # whether an nn.Sequential calls another layer of channels right before this one
     is_behind: bool = False
+    # by the functions before an input of a layer of channels, whether their recipe once made all
+    # of its values; replicas of DataParallel add to it, too
+    compared: Any = None
     # why the last call of a model saved no recipes, None if it did
     recipes_obstacle: Any = None
     # the place in its model of a module that waits for its first training call

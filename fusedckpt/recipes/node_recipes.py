@@ -8,8 +8,9 @@ product of two tensors, an activation, a batch or group norm. If their inputs ha
 saved, the layer saves the recipe of its input, and so do the functions, in place of tensors that
 they have saved before.
 
-A function's inputs may be freed by then, so code may have written to them unseen. Samples of each
-tensor that a recipe replaces are compared in backward.
+A function's inputs may be freed by then, so code may have written to them unseen. All values of a
+tensor that a recipe replaces are compared once, in the layer's first call, and samples of it in
+each backward.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ from torch import Tensor
 from fusedckpt.autograd import index, private
 from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.autograd.index import CHANNELS
-from fusedckpt.autograd.recipes import Count, Leaf, Made, View, check_of, unpack, view_in
+from fusedckpt.autograd.recipes import (
+    Count,
+    Leaf,
+    Made,
+    View,
+    check_of,
+    makes_again,
+    unpack,
+    view_in,
+)
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import LIMIT
 from fusedckpt.recipes import recipe_mode
@@ -206,12 +216,13 @@ def tells_function(kind: type) -> bool:
     return _function_of(kind)[0] not in (None, F.avg_pool2d)
 
 
-def view_by_node(x: Tensor, count: Count) -> View | None:
+def view_by_node(x: Tensor, count: Count, compared: dict[Any, bool]) -> View | None:
     """Return how to read a result of functions of the model's code; None to save it.
 
     A result of an activation below `FLOOR_BYTES` is saved: samples of it take most of the time.
 
-    count: see `Count`; for tensors of which the functions save recipes then.
+    count: see `Count`; for tensors of which the functions save recipes then. compared: by the
+    functions before a tensor, whether their recipe once made all its values.
     """
     node: Any = x.grad_fn
     if not private.is_sum(node.__class__) and x.nbytes < recipe_mode.FLOOR_BYTES:
@@ -222,9 +233,11 @@ def view_by_node(x: Tensor, count: Count) -> View | None:
         return None
     if private.hooks_of(x) or x.untyped_storage().nbytes() != x.nbytes:
         return None
-    walk = _Walk(x, count)
+    walk = _Walk(x, count, compared)
     made = walk.combined(node, 1)
     if made is None or made.depth > LIMIT or not walk.is_unwritten():
+        return None
+    if not walk.makes(made, x, is_counted=walk.version is not None):
         return None
     view = view_in(made, x)
     # code of the model has run since the parts were made
@@ -235,13 +248,22 @@ def view_by_node(x: Tensor, count: Count) -> View | None:
 
 
 class _Walk:
-    """Finds the recipe of a tensor x by its node, and those of the functions before it."""
+    """Finds the recipe of a tensor x by its node, and those of the functions before it.
 
-    def __init__(self, x: Tensor, count: Count):
+    Between two functions code may write to a result, under `no_grad` too. The writes are counted by
+    the result, which is found where one of both has saved it. Of a sum that ReLU reads none is.
+    """
+
+    def __init__(self, x: Tensor, count: Count, compared: dict[Any, bool]):
         self.x = x
         self.count = count
+        self._compared = compared
+        # the functions that were found, by the names of their nodes
+        self._names: list[str] = []
+        # recipes of results that code may have written before they were read
+        self._unseen: set[Leaf | Made] = set()
         # the version of x if it is the result of a layer, which functions wrote over
-        self._version: int | None = None
+        self.version: int | None = None
         # the most functions in sequence behind a layer
         self._most = 0
 
@@ -249,7 +271,22 @@ class _Walk:
         """Whether no code has written to x but the functions that were found."""
         version = self.x._version
         # a new tensor of the first function, to which others may have written
-        return version < self._most if self._version is None else version == self._version
+        return version < self._most if self.version is None else version == self.version
+
+    def makes(self, made: Made, tensor: Tensor, *, is_counted: bool = False) -> bool:
+        """Whether a recipe makes a tensor: where code may have written, they are compared once."""
+        version = tensor._version
+        if made not in self._unseen and (is_counted or not version):
+            return True
+        key = (*self._names, version)
+        is_same = self._compared.get(key)
+        if is_same is None:
+            is_same = makes_again(made, tensor)
+            if is_same is None:
+                return False
+            self._compared[key] = is_same
+        self._unseen.discard(made)
+        return is_same
 
     def combined(self, node: Any, num_functions: int) -> Made | None:
         """Return the recipe of a function's result, None for one that is not known.
@@ -257,16 +294,26 @@ class _Walk:
         num_functions: from x to it.
         """
         kind = node.__class__
-        x = self.x
+        made = None
         if private.is_sum(kind):
             inputs = [self._part(part, num_functions) for part in private.parts_of_sum(node)]
-            return self._of_two("add", torch.add, inputs)
-        if private.is_product(kind):
+            made = self._of_two("add", torch.add, inputs)
+        elif private.is_product(kind):
             pairs = enumerate(private.FACTORS)
             inputs = [self._factor(node, *pair, num_functions) for pair in pairs]
-            return self._of_two("mul", torch.mul, inputs)
-        if not tells_function(kind):
-            return None
+            made = self._of_two("mul", torch.mul, inputs)
+        elif tells_function(kind):
+            made = self._of_one(node, kind, num_functions)
+        if made is not None:
+            self._names.append(kind.__name__)
+            for view in made.inputs:
+                if view.source in self._unseen:
+                    self._unseen.add(made)
+        return made
+
+    def _of_one(self, node: Any, kind: type, num_functions: int) -> Made | None:
+        """Return the recipe of a function of one tensor and of parameters."""
+        x = self.x
         source = self._input(node, num_functions)
         if source is None:
             return None
@@ -294,10 +341,16 @@ class _Walk:
         if not isinstance(saved, Tensor):
             return saved
         is_like = saved.shape == self.x.shape and saved.dtype is self.x.dtype
-        return self._saving(raw, saved, self._part(parent, num_functions) if is_like else None)
+        view = self._part(parent, num_functions, _version_of(saved, parent)) if is_like else None
+        return self._saving(raw, saved, view)
 
-    def _part(self, node: Any, num_functions: int) -> View | Leaf | None:
-        """Return how to read the result of a node, which functions up to x read."""
+    def _part(
+        self, node: Any, num_functions: int, version: int | None = None
+    ) -> View | Leaf | None:
+        """Return how to read the result of a node, which functions up to x read.
+
+        version: of the result when it was read, None where its reader does not tell it.
+        """
         if node is None or num_functions > LIMIT:
             return None
         entry: Entry | None = node.metadata.get(_ENTRY)
@@ -310,6 +363,8 @@ class _Walk:
         _, name = saved_names(node.__class__)
         saved = self._saved(node, name) if name else None
         if isinstance(saved, View):
+            # another reader of the result has put it there
+            self._unseen.add(saved.source)
             return saved
         if name and saved is None:
             return None
@@ -319,8 +374,12 @@ class _Walk:
             return None if saved is None else _Counted(saved)
         view = _whole(made)
         if isinstance(saved, Tensor):
+            if not self.makes(made, saved):
+                return _Counted(saved)
             view.check = check_of(made, saved)
             self.save_result(node, view)
+        elif version != 0:
+            self._unseen.add(made)
         return view
 
     def _noted(self, node: Any, entry: Entry, num_functions: int) -> Made | None:
@@ -330,7 +389,7 @@ class _Walk:
         version = known.version
         if result is self.x:
             version += num_functions
-            self._version = version
+            self.version = version
         elif result is not None and private.hooks_of(result):
             return None
         self._most = max(self._most, num_functions)
@@ -357,7 +416,8 @@ class _Walk:
         if name and (saved is None or isinstance(saved, View)):
             return saved
         ((parent, _), *_) = node.next_functions
-        view = self._part(parent, num_functions)
+        version = _version_of(saved, parent) if isinstance(saved, Tensor) else None
+        view = self._part(parent, num_functions, version)
         if isinstance(saved, Tensor):
             return self._saving(getattr(node, name), saved, view)
         return view
@@ -366,8 +426,11 @@ class _Walk:
         """Return how to read a tensor that a function has saved; let it save a recipe, if known."""
         if not isinstance(view, View) or view.stride != saved.stride():
             return _Counted(saved)
+        source = view.source
+        if isinstance(source, Made) and source in self._unseen and not self.makes(source, saved):
+            return _Counted(saved)
         if view.check is None:
-            view.check = check_of(view.source, saved)
+            view.check = check_of(source, saved)
         self._save(raw, view)
         return view
 
@@ -415,6 +478,14 @@ def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:
         return None
     running = private.running_of_norm(node)
     return made_of_norm(node, x, source, vectors, running, is_copied=private.has_ranks())
+
+
+def _version_of(saved: Tensor, node: Any) -> int | None:
+    """Return how often a node's result was written when another function saved it.
+
+    None for a copy, which a function saves that writes over its input.
+    """
+    return saved._version if saved.grad_fn is node else None
 
 
 def _whole(made: Made) -> View:

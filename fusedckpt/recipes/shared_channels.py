@@ -75,7 +75,8 @@ class SharedChannels(Shared):
             return super().forward(x)
         view = index.view_of(x, CHANNELS, ACTIVATION, is_behind=self._fusedckpt.is_behind)
         if view is None and tells_function(x.grad_fn.__class__):
-            view = view_by_node(x, None if hooks is None else hooks[0])
+            count = None if hooks is None else hooks[0]
+            view = view_by_node(x, count, self._fusedckpt.compared)
         if view is None and (not self._fusedckpt_begins or _is_of_others(x)):
             return super().forward(x)
         forward = super(Shared, self).forward

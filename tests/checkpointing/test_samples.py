@@ -257,7 +257,7 @@ def test_at_once_where_the_end_cannot_raise(monkeypatch):
 
 def test_an_error_of_the_device_where_nothing_may_be_waited_for(monkeypatch):
     """A CPU raises it at once."""
-    monkeypatch.setattr(samples, "_may_wait", lambda device: False)
+    monkeypatch.setattr(samples, "may_wait", lambda device: False)
     before, now = torch.zeros(3), torch.ones(3)
     samples.compare([samples.Pair("f", before, before)])
     with pytest.raises(RuntimeError, match="f: the recompute gives other values"):

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fusedckpt
 from fusedckpt.autograd import recipes
+from fusedckpt.checkpointing import samples
 from fusedckpt.memory import saved_tensors
 from fusedckpt.recipes import recipe_mode
 from fusedckpt.recipes.shared_channels import SharedChannels
@@ -822,6 +823,66 @@ def test_sums_that_code_writes(name):
     eager, ours, whole = (saved_bytes(m, [x.requires_grad_()]) for m in (eager, ours, whole))
     assert (ours == whole) == is_recipe
     assert ours <= eager
+
+
+@torch.no_grad()
+def with_one_written(x):
+    # no sample
+    x.view(-1)[1] = 7
+    return x
+
+
+# what code does with two layers' results, one element of a function's result written in between
+WRITTEN_IN_BETWEEN: dict[str, Any] = {
+    "sum": lambda model, y, h: F_.relu(with_one_written(y + h)),
+    "sum in place": lambda model, y, h: F_.relu_(with_one_written(y + h)),
+    "part of a sum": lambda model, y, h: with_one_written(y + h) + h,
+    "part of a product": lambda model, y, h: with_one_written(y + h) * h,
+    "factor of a sum": lambda model, y, h: with_one_written(y * model.conv1.weight[0, 0, 0, 0]) + h,
+    "input": lambda model, y, h: F_.silu(with_one_written(y + h)),
+    "copy of an input": lambda model, y, h: F_.silu(with_one_written(F_.gelu(y)), inplace=True),
+    "copy of a factor": lambda model, y, h: with_one_written(F_.gelu(y)).mul_(h),
+    "result": lambda model, y, h: with_one_written(F_.silu(y.tanh())),
+    "input of another reader": lambda model, y, h: F_.relu(with_one_written(F_.silu(y))),
+    "norm": lambda model, y, h: F_.relu(with_one_written(F_.group_norm(y + h, 2))),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN_IN_BETWEEN)
+def test_few_elements_written_between_functions(name):
+    """All values of a recipe are compared once: samples may not have those elements."""
+    torch.manual_seed(0)
+    eager = SumOfLayers(WRITTEN_IN_BETWEEN[name]).to(DEVICE, torch.float64)
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    same(trained(fused(eager), x), trained(eager, x))
+
+
+def test_values_are_compared_once(monkeypatch):
+    """Another number of writes is another program."""
+    num_compared = []
+
+    def counted(*args):
+        num_compared.append(args)
+        return samples.are_alike(*args)
+
+    monkeypatch.setattr(recipes, "COMPARISONS", [counted])
+
+    def write(model, y, h):
+        y = F_.silu(F_.relu(y + h).tanh())
+        return with_one_written(y) if model.is_written else y
+
+    torch.manual_seed(0)
+    eager: Any = SumOfLayers(write).to(DEVICE, torch.float64)
+    eager.is_written = False
+    ours = fused(eager)
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    for model in (eager, ours):
+        trained(model, x)
+    # the result of ReLU, of which no reader has the sum
+    assert len(num_compared) == 1
+    ours.is_written = eager.is_written = True
+    same(trained(ours, x), trained(eager, x))
+    assert len(num_compared) == 2
 
 
 def test_parts_with_other_strides():
