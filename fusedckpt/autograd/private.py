@@ -231,6 +231,14 @@ _key_of = _probe("_C._parse_dispatch_key", None)
 if None not in (_ExcludedKeys, _keys_of, _key_of):
     outside_legacy_vmap = partial(_ExcludedKeys, _keys_of(_key_of("VmapMode")))
 
+
+@contextmanager
+def outside_vmaps() -> Iterator[None]:
+    """Hide all vmaps of a backward: torch.vmap's too, where transforms are active."""
+    with outside_vmap(), outside_legacy_vmap():
+        yield
+
+
 # the hooks that saved tensors go through, innermost first. Without them layers save by their level
 # in a checkpoint too, and write over nothing that they saved
 _top_hooks: Any = _probe("_C._autograd._top_saved_tensors_default_hooks", None)

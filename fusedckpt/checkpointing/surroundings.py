@@ -75,13 +75,9 @@ class Surroundings:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Bring that state back, and afterwards the state from before."""
-        # a batched backward: the forward was not in its vmap, random ops refuse it; and that of
-        # is_grads_batched, which no stack tells of
+        # the forward was not in the vmap of a batched backward, which random ops refuse
         is_batched = private.are_transforms_active()
-        with (
-            private.outside_vmap() if is_batched else NOTHING,
-            private.outside_legacy_vmap(),
-        ):
+        with private.outside_vmaps() if is_batched else private.outside_legacy_vmap():
             self._check_graph()
             now = _settings_of(self._kinds)
             before = rng.RandomStates(self._random_states.generators)

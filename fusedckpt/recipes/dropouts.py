@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd import private
 from fusedckpt.state import rng
 
 
@@ -25,9 +28,18 @@ class Noise:
     def __call__(self) -> Tensor:
         """Return the noise again."""
         noise = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
-        with rng.kept([rng.CPU]):
-            rng.CPU.write(self.state)
+        with _at(rng.CPU, self.state):
             return drawn(noise, self.p)
+
+
+@contextmanager
+def _at(generator: Any, state: Any) -> Iterator[None]:
+    """Set the random state of a generator inside, where no vmap of a backward refuses ops."""
+    is_batched = private.are_transforms_active()
+    outside = private.outside_vmaps if is_batched else private.outside_legacy_vmap
+    with outside(), rng.kept([generator]):
+        generator.write(state)
+        yield
 
 
 def drawn(noise: Tensor, p: float) -> Tensor:
@@ -51,8 +63,7 @@ class Mask:
         """Return the mask again: the random numbers depend on the layout, not on the data."""
         x = torch.empty(self.size, dtype=self.dtype, device=self.device)
         (generator,) = rng.of_device(self.device)
-        with rng.kept([generator]):
-            generator.write(self.state)
+        with _at(generator, self.state):
             return torch.native_dropout(x, self.p, True)[1]
 
 

@@ -323,3 +323,19 @@ def test_the_mode_sees_functions_of_the_model(monkeypatch):
     model(x)
     assert seen.count(torch.Tensor.add) == 2
     assert len(seen) <= 2
+
+
+def test_batched_gradients_behind_a_dropout():
+    """Its noise is drawn again outside of the vmap, as in the forward."""
+    eager = nn.Sequential(nn.Linear(D, D), nn.Dropout(0.5), nn.GELU(), nn.Linear(D, D))
+    ours = with_recipes(eager)
+    x, dys = tokens(), torch.eye(2)[:, 0]
+    gradients = []
+    for model in (ours, eager):
+        parameters = list(model.parameters())
+        torch.manual_seed(0)
+        losses = [model(x).square().mean() for _ in range(2)]
+        by_flag = torch.autograd.grad(losses[0], parameters, dys, is_grads_batched=True)
+        by_vmap = torch.vmap(lambda dy, y=losses[1], p=parameters: torch.autograd.grad(y, p, dy))
+        gradients.append([*by_flag, *by_vmap(dys)])
+    same(*gradients)
