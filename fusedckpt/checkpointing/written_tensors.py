@@ -7,7 +7,7 @@ classes with code that writes in place, and drops the copies when it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,8 +20,10 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.calls import Argument
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
-from fusedckpt.state.code_names import names_in_forward
+from fusedckpt.state.code_names import functions_reached, names_in, names_in_forward
 
+# methods by which code reaches the parameters of all modules inside
+_WALKS = frozenset(("parameters", "named_parameters", "state_dict"))
 # not in every torch: then a buffer that is written with its own values is an error, too
 _hash: Any = getattr(torch, "hash_tensor", None)
 # for each tensor True if a forward writes it, else its version and digest
@@ -182,5 +184,29 @@ def has_digest(tensor: Tensor, digest: Tensor | None) -> bool:
 @cache
 def writes(kind: type[nn.Module]) -> bool:
     """Whether the code of a class writes to tensors in place."""
-    names = names_in_forward(kind)
+    return _write(names_in_forward(kind))
+
+
+def _write(names: Collection[str]) -> bool:
     return "data" in names or any(n.endswith("_") and not n.endswith("__") for n in names)
+
+
+def written_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that the code of a model's modules may write in a forward.
+
+    Those of modules with code that writes to tensors, and of their layers; of code that walks over
+    parameters, as that of a moving average of another encoder does, all that are inside.
+    """
+    for module in model.modules():
+        if _walks(type(module)):
+            yield from module.parameters()
+        elif writes(type(module)):
+            for part in (module, *module.children()):
+                yield from part.parameters(recurse=False)
+
+
+@cache
+def _walks(kind: type[nn.Module]) -> bool:
+    """Whether the code of a class, or of functions that it calls, writes to parameters inside."""
+    names = {n for fn in functions_reached(kind, "forward") for n in names_in(fn.__code__)}
+    return not _WALKS.isdisjoint(names) and _write(names)

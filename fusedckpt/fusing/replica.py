@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import private
 from fusedckpt.checkpointing.written_buffers import is_state
-from fusedckpt.checkpointing.written_tensors import writes
+from fusedckpt.checkpointing.written_tensors import written_parameters
 from fusedckpt.state import rng
 from fusedckpt.state.holders import with_tensors
 from fusedckpt.state.tensors import tensor_restorer
@@ -142,17 +142,9 @@ def shared_in_copies(model: nn.Module) -> dict[int, Any]:
     """Return the objects that a copy of a model shares with it, as a memo of `deepcopy`."""
     # generators too: their states are put back
     shared = {id(x): x for x in (*model.parameters(), *rng.generators_in(model))}
-    for parameter in _may_be_written(model):
+    for parameter in written_parameters(model):
         shared.pop(id(parameter), None)
     return shared
-
-
-def _may_be_written(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of modules with code that writes to tensors, and of their layers."""
-    for module in model.modules():
-        if writes(type(module)):
-            for part in (module, *module.children()):
-                yield from part.parameters(recurse=False)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fusedckpt.autograd.private import fsdp_parameters, unsharded_of, updates_early
 from fusedckpt.checkpointing.written_buffers import is_state
-from fusedckpt.checkpointing.written_tensors import digest_of, has_digest
+from fusedckpt.checkpointing.written_tensors import digest_of, has_digest, written_parameters
 from fusedckpt.fusing.first_step import on_trial
 from fusedckpt.memory import strided
 from fusedckpt.state import rng
@@ -96,6 +96,9 @@ def trial(
         backup.add(inputs)
         backup.add_modules(model)
         backup.add_variables(model, loss)
+        for parameter in written_parameters(model):
+            if not parameter.requires_grad:
+                backup.add(parameter)
         for name, parameter in model.named_parameters():
             undo.callback(put_memory_back, parameter, parameter.detach())
             if updates_early(parameter):

@@ -1,5 +1,6 @@
 """Variables beside a model: runs on trial leave them as they were, a recompute finds them so."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -63,15 +64,7 @@ def counting_loss(y):
     return y.square().mean()
 
 
-@pytest.fixture
-def model_and_reader():
-    kind, read = counting_attention()
-    model = nn.Sequential(kind(), kind()).to(DEVICE)
-    model[0].register_forward_hook(lambda *_: HOOKED.append(1))
-    return model, partial(read, model)
-
-
-@pytest.mark.parametrize(
+TRIALS = pytest.mark.parametrize(
     "run",
     [
         lambda model, x: fuse(model, example_inputs=x),
@@ -81,6 +74,17 @@ def model_and_reader():
     ],
     ids=["fuse", "report", "estimate", "plan"],
 )
+
+
+@pytest.fixture
+def model_and_reader():
+    kind, read = counting_attention()
+    model = nn.Sequential(kind(), kind()).to(DEVICE)
+    model[0].register_forward_hook(lambda *_: HOOKED.append(1))
+    return model, partial(read, model)
+
+
+@TRIALS
 def test_runs_on_trial_leave_variables_as_they_were(model_and_reader, run):
     model, read = model_and_reader
     x = torch.randn(2, 6, D, device=DEVICE)
@@ -145,3 +149,47 @@ def test_fuse_leaves_its_example_inputs_as_they_were():
     assert batch == {"x": x, "calls": [], "mask": 1}
     assert x.unique() == 1
     assert report.swapped
+
+
+class MomentumEncoder(nn.Module):
+    """Moves the parameters of one encoder to those of another in its forward."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.online, self.target = (
+            nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D)) for _ in range(2)
+        )
+        self.target.requires_grad_(False)
+        self.way = way
+
+    @torch.no_grad()
+    def update(self):
+        for mine, theirs in zip(self.target.parameters(), self.online.parameters(), strict=True):
+            if self.way == "in place":
+                mine.mul_(0.5).add_(theirs, alpha=0.5)
+            elif self.way == "data":
+                mine.data.copy_(theirs)
+            else:
+                mine.data = (mine.data + theirs.data) / 2
+
+    def forward(self, x):
+        if self.way == "function":
+            move(self.target, self.online)
+        else:
+            self.update()
+        return F.mse_loss(self.online(x), self.target(x))
+
+
+@torch.no_grad()
+def move(mine, theirs):
+    for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+        a.lerp_(b, 0.5)
+
+
+@TRIALS
+@pytest.mark.parametrize("way", ["in place", "data", "another tensor", "function"])
+def test_runs_on_trial_leave_the_parameters_that_a_forward_writes(run, way):
+    model = nn.Sequential(MomentumEncoder(way)).to(DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    run(model, torch.randn(2, 6, D, device=DEVICE))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
