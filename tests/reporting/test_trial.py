@@ -191,7 +191,7 @@ def test_a_parameter_written_to_is_reported():
     class Momentum(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fast, self.slow = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+            self.fast, self.slow = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x):
             with torch.no_grad():
