@@ -237,7 +237,7 @@ def view_by_node(x: Tensor, count: Count, compared: dict[Any, bool]) -> View | N
     made = walk.combined(node, 1)
     if made is None or made.depth > LIMIT or not walk.is_unwritten():
         return None
-    if not walk.makes(made, x, is_counted=walk.version is not None):
+    if not walk.makes(made, x, is_counted=walk.counts_writes()):
         return None
     view = view_in(made, x)
     # code of the model has run since the parts were made
@@ -262,8 +262,8 @@ class _Walk:
         self._names: list[str] = []
         # recipes of results that code may have written before they were read
         self._unseen: set[Leaf | Made] = set()
-        # the version of x if it is the result of a layer, which functions wrote over
-        self.version: int | None = None
+        # the versions that x may have if it is the result of a layer, which functions wrote over
+        self._versions: set[int] = set()
         # the most functions in sequence behind a layer
         self._most = 0
 
@@ -271,7 +271,11 @@ class _Walk:
         """Whether no code has written to x but the functions that were found."""
         version = self.x._version
         # a new tensor of the first function, to which others may have written
-        return version < self._most if self.version is None else version == self.version
+        return version in self._versions if self._versions else version < self._most
+
+    def counts_writes(self) -> bool:
+        """Whether `is_unwritten` knows each write to x: all ways to its layer are as long."""
+        return len(self._versions) == 1
 
     def makes(self, made: Made, tensor: Tensor, *, is_counted: bool = False) -> bool:
         """Whether a recipe makes a tensor: where code may have written, they are compared once."""
@@ -389,7 +393,7 @@ class _Walk:
         version = known.version
         if result is self.x:
             version += num_functions
-            self.version = version
+            self._versions.add(version)
         elif result is not None and private.hooks_of(result):
             return None
         self._most = max(self._most, num_functions)

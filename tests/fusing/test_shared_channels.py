@@ -845,6 +845,7 @@ WRITTEN_IN_BETWEEN: dict[str, Any] = {
     "result": lambda model, y, h: with_one_written(F_.silu(y.tanh())),
     "input of another reader": lambda model, y, h: F_.relu(with_one_written(F_.silu(y))),
     "norm": lambda model, y, h: F_.relu(with_one_written(F_.group_norm(y + h, 2))),
+    "product in place": lambda model, y, h: with_one_written(y.mul_(F_.relu(y))),
 }
 
 
