@@ -264,8 +264,8 @@ class _Walk:
         self._unseen: set[Leaf | Made] = set()
         # the versions that x may have if it is the result of a layer, which functions wrote over
         self._versions: set[int] = set()
-        # the most functions in sequence behind a layer
-        self._most = 0
+        # the most functions in sequence
+        self._most = 1
 
     def is_unwritten(self) -> bool:
         """Whether no code has written to x but the functions that were found."""
@@ -322,7 +322,11 @@ class _Walk:
         if source is None:
             return None
         if private.is_norm(kind):
-            return _norm_of_code(node, x, source)
+            made = _norm_of_code(node, x, source)
+            # code may have written to the bias since, which the norm has not saved
+            if made is not None and len(made.inputs) > 1:
+                self._unseen.add(made)
+            return made
         again: Any = replay_of_node(node, x.device)
         return Made(again.func.__name__, again, [source], [x])
 
@@ -477,10 +481,14 @@ class _Walk:
 
 def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:
     """Return the recipe of a norm that code calls with parameters; x: as `made_of_norm`'s y."""
-    vectors = private.vectors_of_norm(node)
+    try:
+        vectors = private.vectors_of_norm(node)
+        running = private.running_of_norm(node)
+    except RuntimeError:
+        # one was written since
+        return None
     if vectors is None or not index.are_as_before(vectors, index.versions_of(*vectors)):
         return None
-    running = private.running_of_norm(node)
     return made_of_norm(node, x, source, vectors, running, is_copied=private.has_ranks())
 
 

@@ -431,6 +431,8 @@ FUNCTIONS: dict[str, tuple[Any, int]] = {
     "gate in place": (lambda model, h: F_.silu(h).mul_(h.mean((2, 3), keepdim=True).sigmoid()), 3),
     "scale and shift": (lambda model, h: F_.silu(h * model.conv1.weight[0, 0, 0, 0] + h), 3),
     "square": (lambda model, h: h * h, 2),
+    # of one picture, with the strides of all
+    "product of others": (lambda model, h: F_.silu(h) * (h[:1].sigmoid() * h[1:2].tanh()), 3),
     "noise": (lambda model, h: F_.dropout(F_.relu(h), 0.5), 2),
     "batch norm": (
         lambda model, h: F_.relu(F_.batch_norm(h, None, None, *vectors(model), True)),
@@ -477,6 +479,13 @@ def test_functions_of_small_results_are_left():
     trained(ours, x, 1)
     sizes = []
     for recipe_mode.FLOOR_BYTES in (x.nbytes, x.nbytes + 1):
+        sizes.append(saved_bytes(ours, [x.requires_grad_()]))
+    assert sizes[1] - sizes[0] == x.nbytes
+    # but for sums
+    ours = fused(CallsFunctions(lambda model, h: h + h).to(DEVICE))
+    trained(ours, x.detach(), 1)
+    sizes = []
+    for recipe_mode.FLOOR_BYTES in (4 * x.nbytes, 4 * x.nbytes + 1):
         sizes.append(saved_bytes(ours, [x.requires_grad_()]))
     assert sizes[1] - sizes[0] == x.nbytes
 
@@ -884,6 +893,96 @@ def test_values_are_compared_once(monkeypatch):
     ours.is_written = eager.is_written = True
     same(trained(ours, x), trained(eager, x))
     assert len(num_compared) == 2
+
+
+def test_a_write_that_begins_to_change_values():
+    """A result that was written more often than functions write is saved from the first step."""
+
+    @torch.no_grad()
+    def clamped(x, most):
+        return x.clamp_(max=most)
+
+    torch.manual_seed(0)
+    write = lambda model, y, h: clamped(F_.silu(y), model.most)  # noqa: E731
+    eager: Any = SumOfLayers(write).to(DEVICE, torch.float64)
+    ours = fused(eager)
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    for most in (float("inf"), 2.0):
+        eager.most = ours.most = most
+        same(trained(ours, x), trained(eager, x))
+
+
+def test_a_bias_that_is_written_behind_a_function():
+    """A norm does not save its bias, and nothing tells with which one it ran."""
+
+    class WritesBias(nn.Module):
+        is_written = False
+
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.conv2, self.act = conv(), conv(), nn.SiLU()
+            self.scale, self.shift = (nn.Parameter(torch.rand(C)) for _ in range(2))
+
+        def forward(self, x):
+            y = F_.batch_norm(self.conv1(x), None, None, self.scale, self.shift, True)
+            if self.is_written:
+                with torch.no_grad():
+                    self.shift[1] += 1
+            return self.act(self.conv2(y))
+
+    torch.manual_seed(0)
+    eager = WritesBias().to(DEVICE, torch.float64)
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    for is_written in (False, True):
+        WritesBias.is_written = is_written
+        ours = fused(eager)
+        same(trained(ours, x), trained(eager, x))
+        sizes = sizes_of(eager, ours, x)
+        assert sizes[0] - sizes[1] == (0 if is_written else PICTURE)
+
+
+def test_a_factor_written_without_a_version():
+    """It is saved by the product alone, as the convolution behind has no gradient of its weight."""
+
+    def write(model, y, h):
+        y = y + h
+        y.data.mul_(2)
+        return y * h
+
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    model = SumOfLayers(write).to(DEVICE)
+    model.act = nn.Identity()  # type: ignore[assignment]
+    model.conv3.weight.requires_grad_(False)
+    ours = fused(model)
+    # the first step is observed by hooks
+    with pytest.raises(CheckpointError, match="without a version"):
+        trained(ours, x, 2)
+
+
+class ReadTwice(SumOfLayers):
+    """Two convolutions read results of one function."""
+
+    def forward(self, x):
+        h = self.bn1(self.conv1(x))
+        y = F_.relu(self.bn2(self.conv2(x)) + h)
+        return self.conv3(self.write(self, y, h)) + self.conv3(y + h)
+
+
+def test_results_of_functions_with_several_readers():
+    """All of them save one recipe, and its value is made once."""
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    for write, num_gone in ((lambda model, y, h: y, 2), (lambda model, y, h: y.tanh(), 3)):
+        torch.manual_seed(0)
+        eager = ReadTwice(write).to(DEVICE, torch.float64)
+        ours = fused(eager)
+        same(trained(ours, x), trained(eager, x))
+        sizes = sizes_of(eager, ours, x)
+        assert sizes[0] - sizes[1] == num_gone * PICTURE
+        loss = ours(x).square().mean()
+        with torch.profiler.profile() as profile:
+            loss.backward()
+        names = [event.name for event in profile.events() or ()]
+        assert names.count("aten::relu") == 1
 
 
 def test_parts_with_other_strides():
