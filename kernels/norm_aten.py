@@ -72,7 +72,8 @@ def norm_grad(
     """
     # below float32 torch's sums over rows are of half precision too: 4 % off after 3000 in bfloat16
     fits = dy.dtype == x.dtype and x.dtype in WIDE and sums_dtype in (None, x.dtype)
-    fits &= rule.kind == "layer" and (weight is not None or not needs[1])
+    # without dx no weight is saved, nor read
+    fits &= rule.kind == "layer" and (weight is not None or not (needs[0] and needs[1]))
     if fits and has_native(x, (weight,)):
         return native_grad(dy, dtotal, x, weight, rule.eps, needs)
     wide = wide_dtype(x)
@@ -141,8 +142,9 @@ def native_grad(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Find the rows' statistics again, then run torch's LayerNorm backward."""
     mean, rstd = layer_statistics(x, weight, eps)
-    # the bias gives its gradient only a shape
+    # the bias gives its gradient only a shape, and so does the weight where dx is not wanted
     bias = x.new_empty(x.shape[1]) if weight is None else weight
+    weight = bias if needs[1] else weight
     dx, dw, db = _layer_norm_backward(dy, x, x.shape[1:], mean, rstd, weight, bias, needs)
     if dx is not None and dtotal is not None:
         dx.add_(dtotal)

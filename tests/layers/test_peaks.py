@@ -109,6 +109,23 @@ def test_norms_need_a_few_blocks_of_rows(norm, blocks):
     assert x.nbytes <= down <= x.nbytes + blocks * block_bytes
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="torch's own LayerNorm runs on a CPU")
+def test_gradients_of_a_norms_vectors_need_no_rows():
+    """Where the input needs no gradient, as that of a patch embedding, no row is made again."""
+    n = 256
+    x = randn(512, n, requires_grad=False)
+    weight, bias = vectors = nn.Parameter(randn(n)), nn.Parameter(randn(n))
+    with dispatch.forced_path("aten"):
+        y = layer_norm(x, n, weight, bias)
+        dy = torch.randn_like(y)
+        ours = []
+        peak = peak_bytes(lambda: ours.extend(torch.autograd.grad(y, vectors, dy)), DEVICE)
+    eager = torch.autograd.grad(nn.functional.layer_norm(x, (n,), weight, bias), vectors, dy)
+    for a, b in zip(ours, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert peak < x.nbytes // 8
+
+
 def test_sums_are_rounded_one_after_the_other():
     """Float32 sums and the gradients that they are rounded to are never all there."""
     size = 128
