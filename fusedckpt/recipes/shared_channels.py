@@ -185,7 +185,8 @@ class SharedChannelNorm(_OfChannelsAlone):
     _fusedckpt_begins = True
 
     def _makes(self, y: Tensor) -> bool:
-        return True
+        # pruning and parametrizations compute them
+        return "weight" in self._parameters and "bias" in self._parameters
 
     def _vectors(self) -> Sequence[Tensor | None]:
         # without a call of Python's
@@ -193,17 +194,17 @@ class SharedChannelNorm(_OfChannelsAlone):
         vectors = parameters["weight"], parameters["bias"]
         if self.training or not buffers:
             return vectors
-        # a forward in training writes the statistics without a version, and counts itself
-        return *vectors, *buffers.values()
+        # a forward in training writes the statistics without a version
+        return *vectors, buffers.get("running_mean"), buffers.get("running_var")
 
     def _recipe(
         self, node: Any, y: Tensor, source: View | Leaf, vectors: Sequence[Tensor | None]
     ) -> Made | None:
-        weight, bias, *buffers = vectors
+        weight, bias, *running = vectors
         # those of training tell their dtype, and which vectors of the node are its own statistics
-        running = buffers[:2] or _NONE_RUNNING
+        running = running or _NONE_RUNNING
         table = self._buffers
-        if not buffers and "running_mean" in table and "running_var" in table:
+        if running is _NONE_RUNNING and "running_mean" in table and "running_var" in table:
             # without a call
             running = table["running_mean"], table["running_var"]
         # hooks may gather parameters for the call alone

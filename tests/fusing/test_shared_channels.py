@@ -11,6 +11,7 @@ from support import DEVICE, calls, peak_of_step, saved_bytes
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F_
+from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fusedckpt
@@ -316,6 +317,43 @@ def test_weights_that_hooks_make():
     same(trained(ours, x), trained(eager, x))
 
 
+@pytest.mark.parametrize("norm", [bn, group_norm])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_vectors_of_norms_that_code_computes(norm, is_training):
+    """Pruned and parametrized weights are no parameters."""
+    for change in (
+        lambda layer: prune.l1_unstructured(layer, "weight", amount=2),
+        lambda layer: nn.utils.parametrize.register_parametrization(layer, "bias", nn.Tanh()),
+        lambda layer: nn.utils.weight_norm(layer),
+    ):
+        torch.manual_seed(0)
+        eager: Any = nn.Sequential(conv(), norm(), nn.SiLU(), conv()).to(DEVICE)
+        ours = fused(eager)
+        for model in (eager, ours):
+            change(model.train(is_training)[1])
+        x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+        same(trained(ours, x), trained(eager, x))
+
+
+def test_statistics_that_are_replaced():
+    """The recipe of a norm in evaluation reads those of its call, in whatever order they are."""
+
+    class Replaces(SumOfLayers):
+        def forward(self, x):
+            self.bn1.eval()
+            y = self.bn1(self.conv1(x))
+            self.bn1.running_mean = torch.ones_like(self.bn1.weight)
+            return self.conv2(y)
+
+    torch.manual_seed(0)
+    eager = Replaces(None).to(DEVICE)
+    mean = eager.bn1.running_mean
+    del eager.bn1.running_mean
+    eager.bn1.register_buffer("running_mean", mean)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    same(trained(fused(eager), x), trained(eager, x))
+
+
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_checkpoints_around(use_reentrant):
     eager, x = net("residual blocks")
@@ -529,8 +567,11 @@ def test_write_of_a_module_between_layers_of_a_sequence():
         [DoublesByData()],
         [DoublesByData(), nn.Dropout(0.0)],
         [nn.Dropout(0.0), DoublesByData()],
+        # the copy that it saves; the convolution behind has no gradient of its weight
+        [DoublesByData(), nn.SiLU(inplace=True)],
     ):
-        model = nn.Sequential(conv(), bn(), *layers, nn.SiLU(), conv()).to(DEVICE)
+        model: Any = nn.Sequential(conv(), bn(), *layers, nn.SiLU(), conv()).to(DEVICE)
+        model[-1].requires_grad_(len(layers) < 2 or not isinstance(layers[1], nn.SiLU))
         fusedckpt.fuse(model)
         with pytest.raises(CheckpointError, match="without a version"):
             trained(model, x, 1)
@@ -708,6 +749,19 @@ def test_bytes_under_autocast(name):
     num_gone = {"batch norm, in place": 2, "group norm, SiLU": 4, "no norm, GELU": 2}[name]
     # in bfloat16
     assert sizes[0] - sizes[1] == num_gone * PICTURE // 4
+
+
+def test_cast_of_a_recipe():
+    """A norm of float32 under autocast: the convolution saves the recipe of its cast input."""
+    torch.manual_seed(0)
+    eager = nn.Sequential(bn(), nn.SiLU(), conv()).to(DEVICE)
+    ours = fused(eager)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        sizes = sizes_of(eager, ours, x)
+        same(trained(ours, x.detach()), trained(eager, x.detach()))
+    # the norm's result, and that of SiLU in bfloat16
+    assert sizes[0] - sizes[1] == PICTURE // 2 + PICTURE // 4
 
 
 def test_recipes_end_with_autocast():
