@@ -63,7 +63,8 @@ def trial(
 
     Items of containers, and attributes of objects among `inputs`, are read and written past the
     methods of their own classes, and written only where they changed. Containers with more than
-    1,024 entries outside of modules are not looked into, nor are objects of libraries.
+    1,024 entries outside of modules are not looked into, nor are objects of libraries, and tensors
+    of more than 256 MiB are not copied there.
 
     Args:
         model: any module, lazy ones after their first forward.

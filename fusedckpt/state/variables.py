@@ -20,6 +20,9 @@ from fusedckpt.state.code_names import READ_PACKAGES, CodeRead, functions_reache
 from fusedckpt.state.holders import CellContents, NamedAttributes, is_of_library, numbers_of
 from fusedckpt.state.noted import NotedState, is_collection, is_plain_class, with_state
 
+# of a tensor that a run may write; a larger one is data, such as a set of samples
+_MOST_BYTES = 1 << 28
+
 
 class Variables(NamedTuple):
     """Where the state beside objects is."""
@@ -101,9 +104,9 @@ def noted_variables(
 ) -> tuple[NotedState, list[Tensor]]:
     """Note the variables that the code of a model or of these functions may write.
 
-    Return them, and the tensors among them, which are not copied. The code of a model is that of
-    its modules' classes, of their hooks, and of functions in their attributes. objects: whether
-    to note plain objects in their attributes, too.
+    Return them, and the tensors among them of at most 256 MiB, which are not copied; larger ones
+    are data. The code of a model is that of its modules' classes, of their hooks, and of functions
+    in their attributes. objects: whether to note plain objects in their attributes, too.
     """
     noted = NotedState()
     tensors = list[Tensor]()
@@ -121,7 +124,7 @@ def noted_variables(
         for holder in variables.assigned:
             noted.note_contents(holder)
         tensors += noted.note(variables.objects(), seen)
-    return noted, tensors
+    return noted, [x for x in tensors if x.numel() * x.itemsize <= _MOST_BYTES]
 
 
 class _VariableFinder:

@@ -12,7 +12,7 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse
-from fusedckpt.state.variables import variables_of
+from fusedckpt.state.variables import noted_variables, variables_of
 
 D = 16
 NUM_CALLS = 0
@@ -193,3 +193,14 @@ def test_runs_on_trial_leave_the_parameters_that_a_forward_writes(run, way):
     before = copy.deepcopy(model.state_dict())
     run(model, torch.randn(2, 6, D, device=DEVICE))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_data_in_variables_is_not_copied(monkeypatch):
+    monkeypatch.setattr("fusedckpt.state.variables._MOST_BYTES", 64)
+    small, large = torch.zeros(8), torch.zeros(1024)
+
+    def loss(y):
+        return (y * small.sum() * large.sum()).sum()
+
+    _, tensors = noted_variables(nn.Sequential(), loss)
+    assert [tensor is small for tensor in tensors] == [True]
