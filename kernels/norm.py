@@ -60,18 +60,19 @@ def rows_for(n: int, share: int = 16) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps}
 
 
-def grad_rows_for(n: int, share: int, kind: str) -> dict[str, int]:
-    """Return norm_grad's tile, of 8 warps or more: each program writes a row of sums."""
+def grad_rows_for(n: int, share: int, has_halves: bool) -> dict[str, int]:
+    """Return norm_grad's tile, of many warps, as each program writes a row of sums.
+
+    has_halves: whether a thread has the same columns of both halves of a tile's rows.
+    """
     block_n = next_power_of_2(n)
-    # in four rows of 1024 LayerNorm spills 28 bytes on sm_90
-    if block_n < (2048 if kind == "layer" else 512):
-        return rows_for(n, share)
-    num_warps = max(8, block_n // (32 * share))
-    return {
-        "BLOCK_M": num_warps * 32 * share // block_n,
-        "BLOCK_N": block_n,
-        "num_warps": num_warps,
-    }
+    if block_n < (64 if has_halves else 1024):
+        return rows_for(n, share) | {"HALVES": False}
+    # sums of short rows are few: two programs on a multiprocessor cover each other's waits
+    num_warps = max(16 if has_halves and block_n >= 2048 else 8, block_n // (32 * share))
+    block_m = num_warps * 32 * share // block_n
+    halves = has_halves and block_m > 1
+    return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "HALVES": halves}
 
 
 def programs_for(m: int, block_m: int, resident: int, units: int) -> int:
@@ -107,8 +108,8 @@ def resident_programs(tile: dict[str, int], stages: int, column_bytes: int, shar
     """
     size = tile["BLOCK_M"] * tile["BLOCK_N"]
     loading = (stages - 1) * size * column_bytes
-    # four rows or more leave through as much as two bytes of each element
-    beside = BESIDE_TILES + (2 * size if tile["BLOCK_M"] > 2 else 0)
+    # without halves four rows or more leave through as much as two bytes of each element
+    beside = BESIDE_TILES + (2 * size if tile["BLOCK_M"] > 2 and not tile["HALVES"] else 0)
     fitting = shared // (loading + beside)
     return max(1, min(16 // tile["num_warps"], fitting))
 
@@ -116,15 +117,23 @@ def resident_programs(tile: dict[str, int], stages: int, column_bytes: int, shar
 # decided once for rows of equal sizes
 @lru_cache(1024)
 def grad_launch_for(
-    sizes: tuple[int, int], share: int, kind: str, column_bytes: int, chip: tuple[int, int, str]
+    sizes: tuple[int, int],
+    share: int,
+    kind: str,
+    has_halves: bool,
+    column_bytes: int,
+    chip: tuple[int, int, str],
 ) -> tuple[int, dict[str, int]]:
     """Return norm_grad's programs, and its constants and options, for rows of sizes [M, N].
 
-    chip: its multiprocessors, the bytes of shared memory of one, and the target, see `arch`.
+    has_halves: see `grad_rows_for`. chip: its multiprocessors, the bytes of shared memory of one,
+    and the target, see `arch`.
     """
     m, n = sizes
     units, shared, target = chip
-    tile = grad_rows_for(n, share, kind)
+    # AMD's warps have 64 threads or 32; on sm_120 short rows spill 24 bytes with LayerNorm's sums
+    lacks_halves = target.startswith("gfx") or (target == "sm_120" and kind == "layer" and n <= 128)
+    tile = grad_rows_for(n, share, has_halves and not lacks_halves)
     stages = stages_for(column_bytes, target)
     resident = resident_programs(tile, stages, column_bytes, shared)
     programs = programs_for(m, tile["BLOCK_M"], resident, units)
@@ -225,7 +234,9 @@ def norm_grad(
     how: Mapping[str, Any] = {}
     if fits:
         chip = units, shared_per_multiprocessor(x.device), arch()
-        programs, how = grad_launch_for((m, n), share, rule.kind, column_bytes, chip)
+        # a thread has 16 bytes of a row at a time, half its share or all
+        has_halves = share == 16 or dy.element_size() == x.element_size()
+        programs, how = grad_launch_for((m, n), share, rule.kind, has_halves, column_bytes, chip)
     elif parts:
         programs = max(1, min(m, units // parts))
     else:

@@ -217,6 +217,25 @@ def grad_tile(row, grad, inside, mask, n, eps, LAYER: tl.constexpr):
     return xhat, (grad - xhat * (product * per_row * rstd)) * rstd
 
 
+@triton.jit
+def sum_halves(tile, HALVES: tl.constexpr):
+    """Sum both halves of a tile's rows, where a thread has the same columns of both."""
+    if HALVES:
+        M: tl.constexpr = tile.shape[0] // 2
+        tile = tl.sum(tl.reshape(tile, (2, M, tile.shape[1])), axis=0)
+    return tile
+
+
+@triton.jit
+def both_halves(tile, HALVES: tl.constexpr):
+    """Return a tile of which both halves of rows are this, see `sum_halves`."""
+    if HALVES:
+        M: tl.constexpr = tile.shape[0]
+        N: tl.constexpr = tile.shape[1]
+        tile = tl.reshape(tl.broadcast_to(tile[None, :, :], (2, M, N)), (2 * M, N))
+    return tile
+
+
 @jit_kernel
 def norm_grad_kernel(
     t,
@@ -229,6 +248,7 @@ def norm_grad_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
+    HALVES: tl.constexpr,
     PACKED: tl.constexpr = None,
 ):
     """Compute dx of the row tiles of this program, and its sums of dw and db in registers.
@@ -238,9 +258,11 @@ def norm_grad_kernel(
     """
     rn = tl.arange(0, BLOCK_N)[None, :]
     if t.weight is not None:
-        scale = load(t.weight + rn, rn < n) + offset
-    dw_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    db_sum = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        # of one row a thread would get fewer columns than of rows, and the rows another layout
+        zeros = tl.zeros((BLOCK_M // 2 if HALVES else 1, 1), tl.int32)
+        scale = load(t.weight + zeros + rn, rn < n) + offset
+    dw_sum = tl.zeros((BLOCK_M // 2 if HALVES else BLOCK_M, BLOCK_N), tl.float32)
+    db_sum = dw_sum
     tiles = tl.cdiv(m, BLOCK_M)
     bits = load_scales(t.x, tl.program_id(0), m, BLOCK_M, BLOCK_N, PACKED)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
@@ -253,12 +275,13 @@ def norm_grad_kernel(
         if PACKED is not None:
             bits = others
         dout = load(t.dy + rm * t.stride_dym + rn, mask)
-        grad = dout * scale if t.weight is not None else dout
+        grad = dout * both_halves(scale, HALVES) if t.weight is not None else dout
         xhat, grad = grad_tile(row, grad, rm < m, mask, n, eps, LAYER)
         if t.db is not None:
-            db_sum += dout
+            db_sum += sum_halves(dout, HALVES)
         if t.dw is not None:
-            dw_sum += dout * (round_xhat(xhat, t.x, None, PACKED) if ROUND else xhat)
+            dw = dout * (round_xhat(xhat, t.x, None, PACKED) if ROUND else xhat)
+            dw_sum += sum_halves(dw, HALVES)
         if t.dx is not None:
             if t.dtotal is not None:
                 # on its way since the tile before, like the others; read from there this late, it

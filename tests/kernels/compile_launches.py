@@ -170,9 +170,9 @@ def routes(
 
 def near_limits() -> None:
     """The launches that take almost all the registers that they may."""
-    for n in (768, 2048, 4096, 8192, 16384, 32768):
+    for n in (128, 768, 2048, 4096, 8192, 16384, 32768):
         norm_grads(n)
-    for n in (4096, 8192, 16384):
+    for n in (128, 4096, 8192, 16384):
         rare_norm_grads(n)
     packed_norm_grads()
     gated_norms()
@@ -245,6 +245,6 @@ def everything() -> None:
     grouped(dtype=torch.float32)
     for n in (768, 2048):
         norms(n)
-    for n in (64, 4096, 8192, 16384, 32768):
+    for n in (128, 4096, 8192, 16384, 32768):
         norms(n)
         rare_norms(n)

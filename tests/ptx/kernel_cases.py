@@ -270,7 +270,7 @@ def element_cases() -> list[KernelCase]:
 def norm_cases() -> list[KernelCase]:
     """Return the cases of norms: rows that fit in registers, and wide ones, in column chunks."""
     sizes = [
-        *((33, 32), (70, 64), (5, 768), (3, 2048), (3, 4096)),
+        *((33, 32), (70, 64), (40, 128), (5, 768), (5, 2048), (3, 4096)),
         *((2, 8192), (2, 16384), (2, 16400)),
     ]
     return [
@@ -287,11 +287,11 @@ def norm_cases() -> list[KernelCase]:
         # the weight of Llama's norms comes after a rounding
         *(
             named(normed, "rms", "bf16", m, n, cast="llama")
-            for m, n in ((19, 64), (3, 4096), (2, 8192), (2, 16400))
+            for m, n in ((40, 128), (3, 4096), (2, 8192), (2, 16400))
         ),
         *(
             named(normed, "rms", "bf16", m, n, residual="f32", cast="llama")
-            for m, n in ((19, 64), (3, 4096), (2, 16400))
+            for m, n in ((40, 128), (3, 4096), (2, 16400))
         ),
         named(normed, "rms", "bf16", 19, 301, cast="llama"),
         # rows of parts, and of a width that fits none
@@ -299,6 +299,9 @@ def norm_cases() -> list[KernelCase]:
         named(normed, "rms", "f32", 2, 12288),
         named(normed, "rms", "f16", 2, 8200),
         named(normed, "layer", "f32", 34, 4112),
+        # halves of tiles of float32
+        named(normed, "rms", "bf16", 20, 128, residual="f32"),
+        named(normed, "layer", "bf16", 20, 128, residual="f32"),
         *(
             named(packed_normed, *row)
             for row in (
@@ -319,9 +322,10 @@ def norm_cases() -> list[KernelCase]:
         named(normed, "rms", "f32", 2, 16400),
         named(normed, "layer", "f32", 3, 4100),
         named(normed, "layer", "f16", 4, 2048),
-        named(norm_of_sums, "layer", 18, 64),
+        named(norm_of_sums, "layer", 40, 128),
         named(norm_of_sums, "layer", 2, 4096),
-        named(norm_of_sums, "rms", 18, 64),
+        named(norm_of_sums, "rms", 40, 128),
+        named(norm_of_sums, "rms", 3, 4096),
         named(norm_of_sums, "rms", 2, 8192),
     ]
 

@@ -58,7 +58,7 @@ def _linear(m: int, n: int, k: int) -> list[Tensor]:
 
 def norm_grad() -> list[Tensor]:
     """Launch a norm's gradient: reductions over warps, loads under way."""
-    m, n = 70, 208
+    m, n = 14, 1008
     x, w, dy = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((m, n), (n,), (m, n)))
     rule = norm.NormRule("layer", 1e-6)
     return [t for t in norm.norm_grad(dy, dy, x, w, rule, (True, True, True)) if t is not None]
