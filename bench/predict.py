@@ -4,7 +4,8 @@ Kernels are compiled for an A100 and an H100 that are not there; two programs of
 the tests' PTX emulator, which counts bytes and instructions. A launch takes a fixed time, and then
 the longer of moving its bytes and issuing its instructions. The fixed time and the bandwidth are
 fitted on RMSNorm forward rows that Liger-Kernel has published; `--errors` prints how far the model
-is from its other rows. Kernels that spill, or wait longer than they work, get no time.
+is from its other rows. Kernels that spill, or wait longer than they work, get no time. Ops of ATen,
+which other libraries call, count as a launch that moves each of its operands once: the least.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.cards import CARDS, Card
 from bench.clock import Stopwatch
@@ -29,6 +32,7 @@ from bench.launches import OPERATIONS, Operation, Peer
 from bench.options import Options
 from bench.results import Row, append
 from bench.tables import Columns, show, significant
+from bench.work import ALLOCATIONS, moved
 
 if TYPE_CHECKING:
     from tests.kernels.emulated import Launch
@@ -40,9 +44,10 @@ SOURCE = (
 )
 PEERS = (
     "Measured times are Liger's own, of its kernel at that size, launched by another version. "
-    "Launches of ATen are not counted: they add sums of weights' gradients (Liger, inductor) and "
-    "parts of losses (Unsloth). Unsloth's kernels have its warps of any card. Of inductor's each "
-    "kernel has the fastest configuration by this model, of those that torch.compile would time."
+    "Ops of ATen (sums of weights' gradients, casts, parts of losses) count as the least that they "
+    "take: a launch, and each operand once. Unsloth's kernels have its warps of any card. Of "
+    "inductor's each call of a kernel has the fastest configuration by this model, of those that "
+    "torch.compile would time."
 )
 FILE = "predict.jsonl"
 # calls before the first that counts, and those that do
@@ -138,6 +143,33 @@ class Prediction(NamedTuple):
     measured_us: float | None
 
 
+class Ops(TorchDispatchMode):
+    """Adds each op of ATen that moves bytes to a list of launches, as one without warps."""
+
+    def __init__(self, launches: list[Launch]):
+        super().__init__()
+        self.launches = launches
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from tests.kernels.emulated import Launch
+
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        packet = func.overloadpacket
+        read, written = moved(func, args, kwargs, results)
+        if written and packet not in ALLOCATIONS:
+            name = f"ATen {packet.__name__}"
+            launch = Launch(name, (1, 1, 1), {}, None, registers=0, spills=0, shared=0, num_warps=0)
+            launch.read, launch.written = float(read), float(written)
+            self.launches.append(launch)
+        return results
+
+
+def is_op(launch: Launch) -> bool:
+    """Whether a launch is an op of ATen."""
+    return launch.num_warps == 0
+
+
 def resident(launch: Launch, card: Card) -> int:
     """Return how many programs of a launch a multiprocessor holds."""
     threads = 32 * launch.num_warps
@@ -149,6 +181,8 @@ def resident(launch: Launch, card: Card) -> int:
 def time_of(launch: Launch, card: Card) -> Time:
     """Return the time of a counted launch, or why there is none."""
     start, per_byte = fit(card.arch)
+    if is_op(launch):
+        return Time(start + (launch.read + launch.written) * per_byte, "memory")
     together = resident(launch, card)
     waves = launch.programs / (together * card.units)
     footprint = min(together * card.units, launch.programs) * launch.distance
@@ -193,9 +227,12 @@ def launches_of(peer: Peer, m: int, n: int, card: Card) -> list[Launch]:
     # without a device a library takes one multiprocessor: it is given one's rows
     rows = math.ceil(m / card.units) if peer.is_persistent else m
     with torch.device("meta"), recorded(card.arch, card.units) as launches:
-        peer.prepare(rows, n)()
+        call = peer.prepare(rows, n)
+        with Ops(launches):
+            call()
     for launch in launches:
-        count(launch)
+        if not is_op(launch):
+            count(launch)
         if peer.is_persistent:
             launch.grid = (card.units, 1, 1)
             launch.read *= m / rows
@@ -205,12 +242,14 @@ def launches_of(peer: Peer, m: int, n: int, card: Card) -> list[Launch]:
 
 
 def fastest(launches: Sequence[Launch], card: Card) -> list[Launch]:
-    """Return the launch of each kernel that is fastest by the model, of several configurations."""
-    by_kernel: dict[str, list[Launch]] = {}
+    """Return for each call of a kernel the launch whose configuration is fastest by the model."""
+    by_call: dict[tuple[Any, ...], list[Launch]] = {}
     for launch in launches:
-        by_kernel.setdefault(launch.name, []).append(launch)
+        tensors = [id(x) for x in launch.arguments.values() if isinstance(x, Tensor)]
+        call = (id(launch),) if is_op(launch) else (launch.name, *tensors)
+        by_call.setdefault(call, []).append(launch)
     us = {id(launch): time_of(launch, card).us for launch in launches}
-    return [min(of, key=lambda x: us[id(x)] or math.inf) for of in by_kernel.values()]
+    return [min(of, key=lambda x: us[id(x)] or math.inf) for of in by_call.values()]
 
 
 def predictions(card: Card, names: Sequence[str]) -> list[Prediction]:
@@ -251,9 +290,9 @@ COLUMNS: Columns = {
     "kernel": lambda row: row.launch.name.strip("_").removesuffix("_kernel"),
     "counted\nread MB": lambda row: significant(row.launch.read / 1e6),
     "counted\nwritten MB": lambda row: significant(row.launch.written / 1e6),
-    "registers": lambda row: str(row.launch.registers),
-    "programs a\nmultiprocessor": lambda row: str(resident(row.launch, row.card)),
-    "instructions\nan element": lambda row: f"{per_element(row):.1f}",
+    "registers": lambda row: "" if is_op(row.launch) else str(row.launch.registers),
+    "programs a\nmultiprocessor": lambda row: programs_of(row),
+    "instructions\nan element": lambda row: "" if is_op(row.launch) else f"{per_element(row):.1f}",
     "float / integer /\nspecial / loads": lambda row: by_class(row),
     "predicted\nbound": lambda row: row.time.bound,
     "predicted\nus": lambda row: "no time" if row.time.us is None else f"{row.time.us:.0f}",
@@ -277,8 +316,15 @@ def per_element(row: Prediction, kind: str | None = None) -> float:
     return number * launch.num_warps * 32 * launch.programs / math.prod(row.size)
 
 
+def programs_of(row: Prediction) -> str:
+    """Write how many programs a multiprocessor holds."""
+    return "" if is_op(row.launch) else str(resident(row.launch, row.card))
+
+
 def by_class(row: Prediction) -> str:
     """Write the instructions of an element by class."""
+    if is_op(row.launch):
+        return ""
     kinds = ("float", "integer", "special", "load")
     return " / ".join(f"{per_element(row, kind):.1f}" for kind in kinds)
 

@@ -42,7 +42,7 @@ from bench.predict import CARDS, NEXT, Card, fit, time_of
 from bench.results import MIB, Row, append, read
 from bench.shares import quiet_on_one_thread
 from bench.tables import Columns, show, sources
-from bench.work import ALLOCATIONS, flops_of
+from bench.work import ALLOCATIONS, flops_of, moved, nbytes
 from fusedckpt import fuse
 from fusedckpt.autograd.backward import implementations
 from fusedckpt.autograd.dispatch import forced_path
@@ -241,9 +241,9 @@ class Priced(TorchDispatchMode):
             else:
                 self.cost.gemm_flops += flops
         elif func.overloadpacket not in ALLOCATIONS:
-            nbytes = moved(func, args, kwargs, results)
-            self.cost.op_bytes += nbytes
-            self.cost.num_ops += nbytes > 0
+            op_bytes = sum(moved(func, args, kwargs, results))
+            self.cost.op_bytes += op_bytes
+            self.cost.num_ops += op_bytes > 0
         return results
 
 
@@ -259,23 +259,6 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
 def _is_causal(func: Any, args: Any, kwargs: Any) -> bool:
     names = [argument.name for argument in func._schema.arguments]
     return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal"))
-
-
-def moved(func: Any, args: Any, kwargs: Any, results: Any) -> int:
-    """Return the bytes of an op's operands and results, each once; none of a view's."""
-    inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    known = {x.untyped_storage()._cdata for x in inputs}
-    outputs = [x for x in tree_leaves(results) if isinstance(x, Tensor)]
-    if not func._schema.is_mutable:
-        outputs = [x for x in outputs if x.untyped_storage()._cdata not in known]
-    if not outputs:
-        return 0
-    return sum(min(nbytes(x), x.untyped_storage().nbytes()) for x in (*inputs, *outputs))
-
-
-def nbytes(x: Tensor) -> int:
-    """Return the bytes of a tensor's elements."""
-    return x.numel() * x.element_size()
 
 
 def add_launches(cost: Cost, launches: Sequence[Launch], card: Card) -> None:

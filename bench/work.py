@@ -31,6 +31,9 @@ ALLOCATIONS = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 )
 
+# operators that do not read the tensor that they write
+_OVERWRITING = frozenset((_aten.copy_, _aten.fill_, _aten.zero_))
+
 
 def flop_counter() -> FlopCounterMode:
     """Return torch's counter, for attention and grouped GEMMs on a CPU, too.
@@ -101,6 +104,27 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int | None:
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     return None
+
+
+def moved(func: Any, args: Any, kwargs: Any, results: Any) -> tuple[int, int]:
+    """Return the bytes that an operator reads and writes, each tensor once; of a view none."""
+    inputs = _tensors((args[1:] if func.overloadpacket in _OVERWRITING else args, kwargs))
+    known = {x.untyped_storage()._cdata for x in inputs}
+    outputs = _tensors(results)
+    if not func._schema.is_mutable:
+        outputs = [x for x in outputs if x.untyped_storage()._cdata not in known]
+    if not outputs:
+        return 0, 0
+    read, written = (
+        sum(min(nbytes(x), x.untyped_storage().nbytes()) for x in tensors)
+        for tensors in (inputs, outputs)
+    )
+    return read, written
+
+
+def nbytes(x: Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return x.numel() * x.element_size()
 
 
 def _tensors(values: object) -> list[Tensor]:

@@ -96,6 +96,11 @@ def test_a_kernel_that_is_tuned_takes_its_fastest_configuration():
     other = launch_of(name="other", spills=8)
     card = predict.CARDS["H100"]
     assert predict.fastest([slow, spilled, fast, other], card) == [fast, other]
+    # two calls of one kernel, each in two configurations, and the same op of ATen twice
+    x, y = torch.empty(1), torch.empty(1)
+    calls = [launch_of(arguments={"x": t, "BLOCK": block}) for t in (x, y) for block in (8, 16)]
+    ops = [launch_of(name="ATen sum", num_warps=0) for _ in range(2)]
+    assert predict.fastest([*calls, *ops], card) == [calls[0], calls[2], *ops]
 
 
 def test_the_first_load_of_a_loop_waits_for_its_turn():
@@ -193,6 +198,13 @@ print(json.dumps([shared.programs, shared.read, shared.written]))
 (inductor,) = [x for x in OPERATIONS["rms_norm"].peers if x.name == "inductor"]
 for launch in predict.launches_of(inductor, 64, 2048, card):
     print(json.dumps([launch.name, launch.read, launch.written]))
+# ops that launch kernels of ATen, and some that launch nothing
+def summed(m, n):
+    x = torch.empty(m, n)
+    return lambda: x.view(n, m).sum(0).new_empty(m).copy_(x[0, :1])
+
+for launch in predict.launches_of(Peer("peer", "torch", summed), 64, 32, card):
+    print(json.dumps([launch.name, launch.read, launch.written, predict.time_of(launch, card).us]))
 """
 
 
@@ -203,7 +215,9 @@ def test_bytes_are_those_of_the_shapes():
     how: Any = {"cwd": root, "env": environment | {"PYTHONPATH": str(root)}, "check": True}
     done = subprocess.run([sys.executable, "-c", COUNTED], capture_output=True, text=True, **how)
     lines = done.stdout.splitlines()
-    forward, backward, sums, even, odd, shared, compiled = map(json.loads, lines)
+    forward, backward, sums, even, odd, shared, compiled, *ops = map(json.loads, lines)
+    assert [op[:3] for op in ops] == [["ATen sum", 8192, 256], ["ATen copy_", 4, 256]]
+    assert ops[0][3] == pytest.approx(6.6, abs=0.1)
     assert compiled[0].startswith("triton_")
     assert compiled[1:] == [64 * 4096 + 4096, 64 * 4096]
     assert shared == [132, pytest.approx((132 * 12 - 7) * 4096, rel=0.1), (132 * 12 - 7) * 4096]
