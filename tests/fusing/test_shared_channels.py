@@ -567,11 +567,8 @@ def test_write_of_a_module_between_layers_of_a_sequence():
         [DoublesByData()],
         [DoublesByData(), nn.Dropout(0.0)],
         [nn.Dropout(0.0), DoublesByData()],
-        # the copy that it saves; the convolution behind has no gradient of its weight
-        [DoublesByData(), nn.SiLU(inplace=True)],
     ):
-        model: Any = nn.Sequential(conv(), bn(), *layers, nn.SiLU(), conv()).to(DEVICE)
-        model[-1].requires_grad_(len(layers) < 2 or not isinstance(layers[1], nn.SiLU))
+        model = nn.Sequential(conv(), bn(), *layers, nn.SiLU(), conv()).to(DEVICE)
         fusedckpt.fuse(model)
         with pytest.raises(CheckpointError, match="without a version"):
             trained(model, x, 1)
@@ -678,11 +675,15 @@ def test_every_activation_behind_a_norm(act: Any):
 def test_every_activation_without_a_norm(act):
     """It saves its input, and the convolution behind it nothing more."""
     torch.manual_seed(0)
-    eager = nn.Sequential(conv(), act(), conv()).to(DEVICE, torch.float64)
+    eager: Any = nn.Sequential(conv(), act(), conv()).to(DEVICE, torch.float64)
     x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
     ours = fused(eager)
     assert sizes_of(eager, ours, x) == [3 * PICTURE, 2 * PICTURE]
     same(trained(ours, x.detach(), 1), trained(eager, x.detach(), 1))
+    if act not in NOT_IN_PLACE:
+        # some save their result then, of which nothing else makes it
+        eager[1].inplace = ours[1].inplace = True
+        same(trained(ours, x.detach(), 1), trained(eager, x.detach(), 1))
 
 
 # layers that read channels, by the number of dimensions of a picture
@@ -710,6 +711,35 @@ def test_every_reader(name):
     # the result of the norm, and of the activation, as large as the input; not what "mean" saves
     assert sizes[0] - sizes[1] == x.nbytes * 2
     same(trained(ours, x.detach(), 1), trained(eager, x.detach(), 1))
+
+
+def test_calls_with_options():
+    """A transposed convolution takes the size of its result."""
+
+    class TakesSize(SumOfLayers):
+        def forward(self, x):
+            h = self.act(self.bn1(self.conv1(x)))
+            size = [2 * SIDE + 2, 2 * SIDE + 2]
+            return self.conv2(self.write(h, size) + self.write(h, output_size=size))
+
+    torch.manual_seed(0)
+    eager = TakesSize(nn.ConvTranspose2d(C, C, 3, 2)).to(DEVICE)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
+    same(trained(fused(eager), x), trained(eager, x))
+
+
+def test_masks_as_a_gpu_saves_them(monkeypatch):
+    """Dropout on a GPU saves a mask of booleans, and scales."""
+    native = lambda x, p, training, inplace: torch.native_dropout(x, p, training)[0]  # noqa: E731
+    monkeypatch.setattr(F_, "dropout", native)
+    torch.manual_seed(0)
+    eager: Any = nn.Sequential(conv(), bn(), nn.SiLU(), nn.Dropout(0.3), conv())
+    eager = eager.to(DEVICE, torch.float64)
+    ours = fused(eager)
+    x = torch.randn(N, C, SIDE, SIDE, dtype=torch.float64, device=DEVICE)
+    same(trained(ours, x), trained(eager, x))
+    sizes = sizes_of(eager, ours, x)
+    assert sizes[0] - sizes[1] == 2 * PICTURE
 
 
 def test_convolutions_that_are_left():
