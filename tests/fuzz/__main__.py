@@ -2,8 +2,10 @@
 
     python -m tests.fuzz --seconds 60 --seed 1 [--path interpreter] [--count 1000]
     python -m tests.fuzz --config '{"function": "mlp", "rows": [0]}'
+    python -m tests.fuzz --nets 100 --first 0
 
-Exits with 1 if any fails, after a line that reproduces it, made as plain as it still fails.
+Exits with 1 if any fails, after a line that reproduces it, made as plain as it still fails. With
+--nets it runs random convolutional nets instead, and prints the code of those that fail.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, help="how many configurations")
     parser.add_argument("--path", choices=("aten", "interpreter"), default="aten")
     parser.add_argument("--first", type=int, default=0, help="index of the first configuration")
+    parser.add_argument("--nets", type=int, help="run so many nets, from the number --first on")
     parser.add_argument("--config", help="run this one, as a failure prints it")
     parser.add_argument("--max-failures", type=int, default=10, help="stop after so many")
     args = parser.parse_args()
@@ -34,6 +37,10 @@ def main() -> int:
         quick_interpreter.patch()
     from .loop import reproduce, search
 
+    if args.nets is not None:
+        from .nets import search_nets
+
+        return search_nets(range(args.first, args.first + args.nets))
     if args.config is not None:
         return reproduce(args.config, args.path)
     seconds = 60.0 if args.seconds is None and args.count is None else args.seconds

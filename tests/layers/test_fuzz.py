@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from fusedckpt.autograd import recipes
 from fusedckpt.kernels.runtime import IS_INTERPRETED
 from tests.fuzz import loop, trial
 from tests.fuzz.config import Config, parse
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import judge
+from tests.fuzz.nets import failure_of
 
 
 @pytest.mark.parametrize("path", ["interpreter", "aten"])
@@ -19,6 +21,19 @@ def test_random_configurations_hold(path):
             config = draw(1, index, path)
             assert parse(str(config)) == config
             assert judge(config) is None
+
+
+def test_random_nets_hold():
+    for number in range(20):
+        assert failure_of(number) is None
+
+
+def test_a_net_that_differs_is_seen(monkeypatch):
+    """One of which code writes to an element that no sample has."""
+    number = 39
+    assert failure_of(number) is None
+    monkeypatch.setattr(recipes, "COMPARISONS", [lambda *_: True])
+    assert failure_of(number) is not None
 
 
 class Through(torch.autograd.Function):
