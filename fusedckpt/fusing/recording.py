@@ -24,7 +24,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
-from inspect import getattr_static
+from inspect import Parameter, getattr_static
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -578,8 +578,9 @@ def _meta_input(shape: tuple[int, ...], dtype: torch.dtype, strided: bool) -> Te
 
 def other_inputs(module: nn.Module) -> NotFused | None:
     """Return the inputs that a forward takes besides one tensor, as a reason; None for none."""
-    _, first, *others = inspect.signature(type(module).forward).parameters.values()
-    kinds = (first.POSITIONAL_ONLY, first.POSITIONAL_OR_KEYWORD, first.KEYWORD_ONLY)
+    # without the module itself, and the tensor, which a parametrization's list does not take
+    others = [*inspect.signature(type(module).forward).parameters.values()][2:]
+    kinds = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     names = [parameter.name for parameter in others if parameter.kind in kinds]
     if not names:
         return None
