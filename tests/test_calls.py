@@ -111,7 +111,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped gated MLP": (29, 22),
     "a swapped gated MLP in a checkpoint": (89, 33),
     "an MLP in a block": (108, 35),
-    "an MLP of functions in a block": (143, 64),
+    "an MLP of functions in a block": (145, 64),
     "a swapped attention": (236, 207),
 }
 

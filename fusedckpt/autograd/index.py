@@ -156,6 +156,8 @@ def view_of(y: Any, *makers: str, is_behind: bool = False) -> View | None:
         whole = row()
         if row.maker in makers and whole is not None and (whole is y or whole is base):
             break
+        if row.maker is LINEAR and LINEAR in makers and _is_sibling(base, whole):
+            break
         row = row.older
     if row is None or whole is None or private.hooks_of(y) or private.hooks_of(whole):
         return None
@@ -177,6 +179,11 @@ def view_of(y: Any, *makers: str, is_behind: bool = False) -> View | None:
     if not is_next:
         view.check = check_of(source, y)
     return view
+
+
+def _is_sibling(base: Tensor | None, whole: Tensor | None) -> bool:
+    """Whether a view of a base is one of a linear's result, which may be a view of that itself."""
+    return base is not None and whole is not None and whole._base is base
 
 
 def are_as_before(parameters: Sequence[Tensor | None], versions: Sequence[int]) -> bool:

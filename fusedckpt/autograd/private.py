@@ -412,12 +412,33 @@ def running_of_norm(node: Any) -> tuple[Any, Any]:
     return getattr(node, "_saved_running_mean", None), getattr(node, "_saved_running_var", None)
 
 
-def parts_of_sum(node: Any) -> tuple[Any, ...]:
-    """Return the nodes of the two tensors of a sum, () where one has a factor."""
+def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
+    """Return the nodes of the two tensors of a sum, each with the number of its result.
+
+    () where one has a factor.
+    """
     if getattr(node, "_saved_alpha", None) != 1:
         return ()
-    (first, _), (second, _) = node.next_functions
-    return first, second
+    return node.next_functions
+
+
+def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
+    """Return the view that a node tells, as a function of the base; None for other nodes.
+
+    number: of the node's results.
+    """
+    kind = name_of_kind(node.__class__)
+    if kind == "UnsqueezeBackward":
+        return methodcaller("unsqueeze", _signed(node._saved_dim))
+    if kind == "SplitBackward":
+        dim, size = _signed(node._saved_dim), node._saved_split_size
+        return lambda base: base.split(size, dim)[number]
+    return None
+
+
+def _signed(number: int) -> int:
+    """Return a number that torch shows without its sign."""
+    return number - (1 << 64) if number >> 63 else number
 
 
 def name_of_kind(kind: type) -> str:

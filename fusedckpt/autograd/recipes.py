@@ -39,7 +39,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -252,6 +252,20 @@ _READ = operator.methodcaller("read")
 # It tells each recipe whose results it passes over (`skip`), and reads each input of the
 # sequence once; `expect` comes before a read that a recipe with readers left will repeat
 KERNELS: list[Callable[[Made], Sequence[Tensor] | None]] = []
+
+
+class Finder(NamedTuple):
+    """Finds how to read a layer's input that the index does not know."""
+
+    # of the input, for a layer with a parameter
+    find: Callable[[Tensor, Tensor], View | None]
+    # whether it may find a result of a class of nodes
+    tells: Callable[[type], bool]
+    # returns the least bytes of such a result
+    floor: Callable[[], int]
+
+
+FINDERS: list[Finder] = []
 
 
 # returns a check of the values that are made again in place of a tensor, None where there is none;

@@ -20,8 +20,8 @@ from fusedckpt.autograd import index, levels
 from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import with_own_hooks
-from fusedckpt.autograd.private import SEES_BATCHES
-from fusedckpt.autograd.recipes import Count, Leaf, Made, View, cast, unpack, view_in
+from fusedckpt.autograd.private import SEES_BATCHES, raw_saved
+from fusedckpt.autograd.recipes import FINDERS, Count, Leaf, Made, View, cast, unpack, view_in
 from fusedckpt.autograd.rounded import RoundedLeaf, rounded_leaf
 from fusedckpt.autograd.tracker import Tracker
 from fusedckpt.blocks import ops, run
@@ -57,6 +57,19 @@ def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | No
     if made is not None and made.is_rounded and _hook_for(made.inputs[0], node.call) is _packed:
         return _NormOfRounded(made.name, again, made.inputs, [n])
     return made
+
+
+def made_of_plain_norm(node: Any, n: Tensor) -> Made | None:
+    """Return the recipe of a norm's result by its node, None for other nodes.
+
+    A norm with parameters has none: its module may have hooks that gather them for the call alone.
+    n: the result, or a tensor of its layout.
+    """
+    call = getattr(node, "call", None)
+    if getattr(call, "num_dims", 0) != 1 or not node.is_free or len(raw_saved(node)) != 1:
+        return None
+    x = index.saved_view(node)
+    return None if x is None else Made("norm", partial(_normalized, call, (False, False)), [x], [n])
 
 
 class _NormOfRounded(Made):
@@ -127,6 +140,14 @@ def apply_with_view(
     if view is None and read is not x and makers:
         view = index.view_of(x, *makers)
         view = view and cast(view, x, read)
+    if view is None and call.shares and tracker is None and read is x and FINDERS:
+        find, tells, floor = FINDERS[0]
+        # without a call of Python's
+        if x.numel() * x.itemsize >= floor():
+            node = x.grad_fn if x._base is None else x._base.grad_fn
+            owner = next((t for t in tensors if t.__class__ is nn.Parameter), None)
+            if owner is not None and tells(node.__class__):
+                view = find(x, owner)
     leaf = None
     if view is None and (call.store or (levels.override.store and call.may_round)):
         leaf = rounded_leaf(x)

@@ -27,6 +27,7 @@ from fusedckpt.fusing.swap import Swap, original_of, subclass
 from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.recipes.shared_channels import (
+    CHANNEL_NORMS,
     SharedChannelActivation,
     SharedChannelDropout,
     SharedChannelNorm,
@@ -44,6 +45,11 @@ from fusedckpt.recipes.shared_layers import (
     SharedProduct,
     SharedReader,
 )
+
+# functions whose results readers make again, by the names in code that calls them
+_MAKERS_IN_CODE = frozenset(
+    ("batch_norm", "group_norm", "avg_pool2d", "silu", "gelu", "mish", "sigmoid")
+) | {*("hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus")}
 
 
 def find_shared(search: Search) -> None:
@@ -273,10 +279,27 @@ def _layers_of_channels(search: Search) -> dict[str, type[SharedChannels]]:
         for name, ours in known.items()
         if not issubclass(ours, beside) or _parent(name) in places
     }
+    if len(layers) < 2:
+        return {}
     # a ReLU alone saves what its readers save
     makers = SharedChannelNorm, SharedInputActivation, SharedPool
     has_maker = any(issubclass(ours, makers) for ours in layers.values())
-    return layers if has_maker and len(layers) > 1 else {}
+    if has_maker or _has_norms(search, {}):
+        return layers
+    return layers if any(map(_may_make_channels, search.modules.values())) else {}
+
+
+def _may_make_channels(module: nn.Module) -> bool:
+    """Whether a module's code may call functions whose results layers of channels make again.
+
+    That of a subclass of a norm calls the norm, by whichever name.
+    """
+    kind = type(module)
+    if kind.__module__.startswith(("torch.", "fusedckpt.")):
+        return False
+    return issubclass(kind, CHANNEL_NORMS) or not _MAKERS_IN_CODE.isdisjoint(
+        reasons.names_called(module)
+    )
 
 
 def _behind(search: Search, channels: Mapping[str, type[SharedChannels]]) -> set[nn.Module]:

@@ -112,10 +112,14 @@ def _activates(module: nn.Module, activation_names: Set[str]) -> bool:
     """Whether a child, an attribute or the code of a module's forward is an activation."""
     if any(is_any_activation(child) for _, child in child_layers(module)):
         return True
+    return not activation_names.isdisjoint(names_called(module))
+
+
+def names_called(module: nn.Module) -> set[str]:
+    """Return the names of functions that are attributes of a module, or named in its forward."""
     values = (getattr(value, "func", value) for value in vars(module).values())
     names = {getattr(value, "__name__", "") for value in values if callable(value)}
-    names |= {name.rstrip("_") for name in names_in_forward(type(module))}
-    return not activation_names.isdisjoint(names)
+    return names | {name.rstrip("_") for name in names_in_forward(type(module))}
 
 
 def is_any_activation(child: nn.Module) -> bool:

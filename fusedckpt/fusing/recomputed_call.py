@@ -121,8 +121,7 @@ def recomputed_call(
         samples=True,
         reads_samples_late=True,
     )
-    store = modules[0].__dict__.get(NOTES, NO_NOTES).store
-    return shared_layers.saving_recipe_of(x, store, run_checkpoint, options, fn, args, {})
+    return shared_layers.saving_recipe_of(x, modules[0], run_checkpoint, options, fn, args, {})
 
 
 def needs_gradient(module: nn.Module, tensors: Iterable[Tensor]) -> bool:

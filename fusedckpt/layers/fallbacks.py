@@ -46,7 +46,7 @@ WORDS = {
     ),
     "module": (
         "it was called with a {}, a module whose state the recompute would not restore",
-        "register that module as its child",
+        "call that module outside, and pass its result, or register it as a child",
     ),
     "writes itself": (
         "its forward writes its parameter {}, and the recompute would write it again",

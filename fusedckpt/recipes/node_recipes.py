@@ -23,12 +23,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from fusedckpt.autograd import index, private
+from fusedckpt.autograd import dispatch, index, levels, private, tracker
 from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.autograd.index import CHANNELS
+from fusedckpt.autograd.phases import only_count
 from fusedckpt.autograd.recipes import (
+    FINDERS,
     Count,
+    Finder,
     Leaf,
     Made,
     View,
@@ -38,12 +42,19 @@ from fusedckpt.autograd.recipes import (
     view_in,
 )
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
-from fusedckpt.autograd.tracker import LIMIT
+from fusedckpt.autograd.tracker import LIMIT, SHARE
+from fusedckpt.blocks import reader
 from fusedckpt.recipes import recipe_mode
 from fusedckpt.recipes.recipe_kernels import recipe_statistics
 
+# a recipe takes so much less time without a function mode
+_TIMES_CHEAPER = 4
 # in the metadata of a node: the entry of its result
 _ENTRY = "fusedckpt_channels"
+# in that of the node of a layer's result that `index` knows, as long as no code has its memory
+OF_LAYER = "fusedckpt_layer"
+# in that of a linear's result: the result of a few rows, by a weak reference, and its version
+_SMALL = "fusedckpt_small"
 # by the class of a node, its function, and the options that it has saved: those of the call
 _FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "ReluBackward": (F.relu, ()),
@@ -216,34 +227,82 @@ def tells_function(kind: type) -> bool:
     return _function_of(kind)[0] not in (None, F.avg_pool2d)
 
 
-def view_by_node(x: Tensor, count: Count, compared: dict[Any, bool]) -> View | None:
-    """Return how to read a result of functions of the model's code; None to save it.
+def may_have_recipe(x: Any) -> bool:
+    """Whether a layer's functions may save recipes in this call, and its input is large enough."""
+    if x.__class__ is not Tensor or x.grad_fn is None or not torch.is_grad_enabled():
+        return False
+    if x.numel() * x.itemsize * _TIMES_CHEAPER < recipe_mode.FLOOR_BYTES:
+        return False
+    if private.num_function_modes() and (tracker.active() or tracker.has_foreign_modes()):
+        # a mode of recipes sees the layer's function
+        return False
+    if private.are_transforms_active() or levels.override.level not in (None, "inputs"):
+        return False
+    # make_fx pushes a mode of dispatch
+    return not (private.num_dispatch_modes() and dispatch.is_traced(x))
 
-    A result of an activation below `FLOOR_BYTES` is saved: samples of it take most of the time.
+
+def note_small(y: Tensor) -> None:
+    """Note a linear's result for a batch of vectors: a shift of a norm's result may be a part."""
+    node: Any = y.grad_fn
+    if node is not None:
+        node.metadata[_SMALL] = weakref.ref(y), y._version
+
+
+# by an object of a layer, see `view_by_node`
+_COMPARED = WeakIdKeyDictionary()
+
+
+def found_by_node(x: Any, owner: Any) -> View | None:
+    """Return how to read a layer's input, as `view_by_node`, where the layer may save a recipe.
+
+    owner: the layer's module, or a parameter of it.
+    """
+    hooks = private.top_hooks()
+    if not may_have_recipe(x) or not (hooks is None or only_count(hooks)):
+        return None
+    compared: Any = _COMPARED.setdefault(owner, {})
+    return view_by_node(x, None if hooks is None else hooks[0], compared)
+
+
+def view_by_node(x: Tensor, count: Count, compared: dict[Any, bool]) -> View | None:
+    """Return how to read a result of functions of the model's code, or a view of it.
+
+    None to save it, as a result of an activation below `FLOOR_BYTES`: samples of it take most of
+    the time.
 
     count: see `Count`; for tensors of which the functions save recipes then. compared: by the
     functions before a tensor, whether their recipe once made all its values.
     """
-    node: Any = x.grad_fn
+    whole = x if x._base is None else x._base
+    node: Any = whole.grad_fn
+    if not tells_function(node.__class__):
+        return None
     if not private.is_sum(node.__class__) and x.nbytes < recipe_mode.FLOOR_BYTES:
         return None
     entry: Entry | None = node.metadata.get(_ENTRY)
-    if entry is not None and entry.source is not None:
+    if OF_LAYER in node.metadata or (entry is not None and entry.source is not None):
         # a layer's, which `index` refuses
         return None
-    if private.hooks_of(x) or x.untyped_storage().nbytes() != x.nbytes:
+    if private.hooks_of(x) or private.hooks_of(whole):
         return None
-    walk = _Walk(x, count, compared)
+    if whole.untyped_storage().nbytes() != whole.nbytes:
+        return None
+    walk = _Walk(whole, count, compared)
     made = walk.combined(node, 1)
     if made is None or made.depth > LIMIT or not walk.is_unwritten():
         return None
-    if not walk.makes(made, x, is_counted=walk.counts_writes()):
+    if not walk.makes(made, whole, is_counted=walk.counts_writes()):
         return None
-    view = view_in(made, x)
+    view = view_in(made, whole)
     # code of the model has run since the parts were made
-    view.check = check_of(made, x)
+    view.check = check_of(made, whole)
     walk.save_result(node, view)
-    note_result(node, x, None, (), made)
+    note_result(node, whole, None, (), made)
+    if x is not whole:
+        check = view.check
+        view = view_in(made, x)
+        view.check = check
     return view
 
 
@@ -300,7 +359,10 @@ class _Walk:
         kind = node.__class__
         made = None
         if private.is_sum(kind):
-            inputs = [self._part(part, num_functions) for part in private.parts_of_sum(node)]
+            inputs = []
+            for part, number in private.parts_of_sum(node):
+                view = self._part(part, num_functions)
+                inputs.append(self._small(part, number) if view is None else view)
             made = self._of_two("add", torch.add, inputs)
         elif private.is_product(kind):
             pairs = enumerate(private.FACTORS)
@@ -348,9 +410,26 @@ class _Walk:
         saved = self._saved(node, name, is_like=False)
         if not isinstance(saved, Tensor):
             return saved
-        is_like = saved.shape == self.x.shape and saved.dtype is self.x.dtype
-        view = self._part(parent, num_functions, _version_of(saved, parent)) if is_like else None
-        return self._saving(raw, saved, view)
+        if saved.shape != self.x.shape or saved.dtype is not self.x.dtype:
+            return _Counted(saved)
+        view = self._part(parent, num_functions, _version_of(saved, parent))
+        return self._saving(raw, saved, view or _view_of_norm(parent, saved))
+
+    def _small(self, node: Any, number: int) -> Leaf | None:
+        """Return a part of a sum that is a view of a small result of a linear.
+
+        number: of the node's results.
+        """
+        part = _viewed_again(node, number)
+        x = self.x
+        if part is None or part.dtype is not x.dtype or part.nbytes > x.nbytes // SHARE:
+            return None
+        try:
+            is_like = torch.broadcast_shapes(part.shape, x.shape) == x.shape
+        except RuntimeError:
+            return None
+        # a copy, as code may write to a tensor that autograd does not save
+        return Leaf(part.clone()) if is_like else None
 
     def _part(
         self, node: Any, num_functions: int, version: int | None = None
@@ -492,6 +571,33 @@ def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:
     return made_of_norm(node, x, source, vectors, running, is_copied=private.has_ranks())
 
 
+def _view_of_norm(node: Any, saved: Tensor) -> View | None:
+    """Return how to read the result of a fused norm that a product has saved, by the norm's node.
+
+    None for a result that was written since.
+    """
+    if saved._version or node is None:
+        return None
+    made = reader.made_of_plain_norm(node, saved)
+    return None if made is None else _whole(made)
+
+
+def _viewed_again(node: Any, number: int) -> Tensor | None:
+    """Return a view of a small result of a linear by its node; None where that was written."""
+    if node is None:
+        return None
+    noted = node.metadata.get(_SMALL)
+    if noted is not None:
+        reference, version = noted
+        y = reference()
+        return y.detach() if y is not None and y._version == version else None
+    view = private.view_of_node(node, number)
+    if view is None:
+        return None
+    base = _viewed_again(*node.next_functions[0])
+    return None if base is None else view(base)
+
+
 def _version_of(saved: Tensor, node: Any) -> int | None:
     """Return how often a node's result was written when another function saved it.
 
@@ -504,3 +610,7 @@ def _whole(made: Made) -> View:
     """Return how to read a recipe's one result."""
     shape, stride, _ = made.layouts[0]
     return View(made, 0, shape, stride, 0)
+
+
+_FLOOR = partial(getattr, recipe_mode, "FLOOR_BYTES")
+FINDERS.append(Finder(found_by_node, tells_function, _FLOOR))

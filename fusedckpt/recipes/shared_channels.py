@@ -23,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, levels, private, recipes, tracker
+from fusedckpt.autograd import dispatch, index, private, recipes, tracker
 from fusedckpt.autograd.dispatch import autocast_dtype
-from fusedckpt.autograd.index import ACTIVATION, CHANNELS
+from fusedckpt.autograd.index import ACTIVATION, CHANNELS, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, uncounted
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View, unpack, view_in
 from fusedckpt.recipes import dropouts, recipe_mode
 from fusedckpt.recipes.node_recipes import (
     made_of_norm,
+    may_have_recipe,
     note_result,
     replay_of_node,
     save_in_place,
@@ -41,8 +42,6 @@ from fusedckpt.recipes.node_recipes import (
 )
 from fusedckpt.recipes.shared_layers import Shared, SharedActivation, SharedCheap
 
-# a recipe takes so much less time without a function mode
-_TIMES_CHEAPER = 4
 _CONV_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
@@ -56,6 +55,8 @@ class SharedChannels(Shared):
     A tensor below a quarter of `recipe_mode.FLOOR_BYTES` is saved: a recipe costs more time.
     """
 
+    # the makers of the inputs that it saves recipes of by its node
+    _fusedckpt_follows = CHANNELS, ACTIVATION
     # whether its result may have a recipe where its input has none
     _fusedckpt_begins = False
 
@@ -64,7 +65,7 @@ class SharedChannels(Shared):
         if len(args) != 1 or kwargs or torch.compiler.is_compiling() or private.is_tracing():
             return super(Shared, self).forward(*args, **kwargs)
         (x,) = args
-        if not _may_have_recipe(x):
+        if not may_have_recipe(x):
             in_mode = private.num_function_modes() and tracker.sees_alone()
             if in_mode and tracker.outside_mode(_is_below_floor, x):
                 # the mode takes large tensors alone
@@ -73,8 +74,9 @@ class SharedChannels(Shared):
         hooks = private.top_hooks()
         if hooks is not None and not only_count(hooks):
             return super().forward(x)
-        view = index.view_of(x, CHANNELS, ACTIVATION, is_behind=self._fusedckpt.is_behind)
-        if view is None and tells_function(x.grad_fn.__class__):
+        view = index.view_of(x, *self._fusedckpt_follows, is_behind=self._fusedckpt.is_behind)
+        # without a call
+        if view is None and (x._base is not None or tells_function(x.grad_fn.__class__)):
             count = None if hooks is None else hooks[0]
             view = view_by_node(x, count, self._fusedckpt.compared)
         if view is None and (not self._fusedckpt_begins or _is_of_others(x)):
@@ -164,15 +166,27 @@ class _OfChannelsAlone(SharedChannels):
 class SharedConv(_OfChannelsAlone):
     """Forward of a convolution, or of another layer that saves its input and runs once."""
 
+    _fusedckpt_follows = CHANNELS, ACTIVATION, NORM, LINEAR
+
     def _followed(
         self, x: Tensor, view: View | None, forward: Callable[..., Any], count: Count
     ) -> Any:
+        if view is not None and view.source.name == "linear" and _is_narrow(view.source):
+            # not worth a GEMM
+            view = None
         if view is not None and private.is_any_autocast_on() and isinstance(self, _CONV_LAYERS):
             dtype = autocast_dtype(x.device)
             # as autocast does, on a tensor that is known
             to = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
             x, view = to, recipes.cast(view, x, to)
         return super()._followed(x, view, forward, count)
+
+
+def _is_narrow(source: Leaf | Made) -> bool:
+    """Whether the result of a linear is no wider than its input."""
+    assert isinstance(source, Made)
+    out_features, in_features = source.inputs[1].size
+    return out_features <= in_features
 
 
 # of a norm that has no buffers
@@ -280,11 +294,12 @@ _OF_INPUT = (
     *(nn.ReLU6, nn.LeakyReLU, nn.SiLU, nn.GELU, nn.Mish, nn.Hardswish, nn.Hardsigmoid),
     *(nn.Hardtanh, nn.ELU, nn.CELU, nn.SELU, nn.Softplus),
 )
+CHANNEL_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 _CLASSES: dict[tuple[type[nn.Module], ...], type[SharedChannels]] = {
     _CONV_LAYERS: SharedConv,
     # each of one node of torch's: MaxPool1d takes three
     (nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool2d): SharedConv,
-    (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm): SharedChannelNorm,
+    CHANNEL_NORMS: SharedChannelNorm,
     _OF_RESULT: SharedChannelActivation,
     _OF_INPUT: SharedInputActivation,
     (nn.AvgPool2d,): SharedPool,
@@ -304,24 +319,9 @@ def channels_class_of(module: nn.Module) -> type[SharedChannels] | None:
     return None
 
 
-def _may_have_recipe(x: Any) -> bool:
-    """Whether a layer's functions may save recipes in this call, and its input is large enough."""
-    if x.__class__ is not Tensor or x.grad_fn is None or not torch.is_grad_enabled():
-        return False
-    if x.numel() * x.itemsize * _TIMES_CHEAPER < recipe_mode.FLOOR_BYTES:
-        return False
-    if private.num_function_modes() and (tracker.active() or tracker.has_foreign_modes()):
-        # a mode of recipes sees the layer's function
-        return False
-    if private.are_transforms_active() or levels.override.level not in (None, "inputs"):
-        return False
-    # make_fx pushes a mode of dispatch
-    return not (private.num_dispatch_modes() and dispatch.is_traced(x))
-
-
 def _is_below_floor(x: Any) -> bool:
     """Whether a layer may have a recipe of its input, and a mode of recipes takes none."""
-    return _may_have_recipe(x) and x.nbytes < recipe_mode.FLOOR_BYTES
+    return may_have_recipe(x) and x.nbytes < recipe_mode.FLOOR_BYTES
 
 
 def _is_of_others(x: Tensor) -> bool:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, levels, next_call, phases, private, recipes
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
-from fusedckpt.autograd.index import ACTIVATION, LINEAR, MODULE, NORM
+from fusedckpt.autograd.index import ACTIVATION, CHANNELS, LINEAR, MODULE, NORM
 from fusedckpt.autograd.phases import only_count, with_own_hooks
 from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 from fusedckpt.autograd.replay import PLAIN_TENSORS
@@ -40,7 +40,9 @@ from fusedckpt.autograd.tracker import (
     sees_alone,
 )
 from fusedckpt.layers.fallbacks import refuse_script
-from fusedckpt.layers.notes import ModuleNotes
+from fusedckpt.layers.notes import NO_NOTES, NOTES, ModuleNotes
+from fusedckpt.recipes import recipe_mode
+from fusedckpt.recipes.node_recipes import OF_LAYER, found_by_node, note_small, tells_function
 from fusedckpt.recipes.recipe_mode import every_function
 
 # in place of a result: the layer's own forward runs
@@ -57,24 +59,27 @@ def shared_view_of(x: Any, *makers: str) -> View | None:
 
 
 def saving_recipe_of(
-    x: Tensor, store: str | None, run: Callable[..., Any], options: Any, *args: Any
+    x: Tensor, owner: nn.Module, run: Callable[..., Any], options: Any, *args: Any
 ) -> Any:
     """Return run(options, *args), which saves x, or the recipe of x in its place, if it has one.
 
-    store: how x is kept without a recipe, see `fuse`. options: are told whether backward gets x
-    rounded.
+    owner: the module that is run. options: are told whether backward gets x rounded.
     """
     if torch.compiler.is_compiling():
         return run(options, *args)
     if private.num_function_modes() and sees_alone():
         # functions in a checkpoint run as they are
-        return outside_mode(saving_recipe_of, x, store, run, options, *args)
+        return outside_mode(saving_recipe_of, x, owner, run, options, *args)
     tracker = active()
     view = index.view_of(x, NORM)
     if view is None and tracker is not None:
         view = tracker.view_of(x)
-    if view is None and (store or levels.override.store):
-        view = rounded_view_of(x)
+    elif view is None and x.numel() * x.itemsize >= recipe_mode.FLOOR_BYTES:
+        view = found_by_node(x, owner)
+    if view is None:
+        # how x is kept without a recipe, see `fuse`
+        store = owner.__dict__.get(NOTES, NO_NOTES).store
+        view = rounded_view_of(x) if store or levels.override.store else None
     if view is not None:
         if view.source.is_rounded:
             options = options._replace(rounds=True)
@@ -104,6 +109,8 @@ class Shared(nn.Module):
     _fusedckpt_prefix = ""
     # the makers of the inputs that it saves recipes of, beside norms
     _fusedckpt_reads: tuple[str, ...] = ()
+    # whether it looks for functions of code by their nodes
+    _fusedckpt_follows_nodes = False
     _fusedckpt: ModuleNotes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +137,14 @@ class Shared(nn.Module):
         then calls itself. That saves those of a linear whose input is not contiguous.
         """
         view = index.view_of(x, NORM, *self._fusedckpt_reads)
+        is_tensor = x.__class__ is Tensor
+        # a mode sees functions itself
+        if view is None and is_tensor and self._fusedckpt_follows_nodes and not is_followed:
+            node = x.grad_fn if x._base is None else x._base.grad_fn
+            # without a call of Python's. At other levels functions save their tensors
+            is_told = tells_function(node.__class__) and self._fusedckpt.save == "inputs"
+            if is_told and x.numel() * x.itemsize >= recipe_mode.FLOOR_BYTES:
+                view = found_by_node(x, self)
         if view is None or dispatch.is_recorded():
             return _OWN
         if is_followed and not (x.is_contiguous() or self._copies(x)):
@@ -163,7 +178,8 @@ def rounded_view_of(x: Any) -> View | None:
 class SharedProduct(Shared):
     """Forward of a layer that multiplies its input by a weight of its own."""
 
-    _fusedckpt_reads = (ACTIVATION,)
+    _fusedckpt_reads = ACTIVATION, CHANNELS
+    _fusedckpt_follows_nodes = True
     # whether its forward is of other code, which may write to its input
     _fusedckpt_samples = True
 
@@ -197,6 +213,7 @@ class SharedReader(SharedProduct):
     """
 
     _fusedckpt_reads = ()
+    _fusedckpt_follows_nodes = False
 
     def _from_unknown(self, x: Any, forward: Callable[..., Any]) -> Any:
         """Return forward(x): a router chooses by the bits of its input."""
@@ -213,6 +230,8 @@ class SharedLinear(SharedProduct):
 
     def _with_recipe(self, x: Tensor, view: View, forward: Callable[..., Tensor]) -> Tensor:
         y = super()._with_recipe(x, view, forward)
+        if y.dim() == 2:
+            note_small(y)
         if y.grad_fn is not None and self._is_torchs(forward):
             layout = view.place, view.size, view.stride, view.offset
             source = weakref.ref(view.source), view.check
@@ -246,7 +265,10 @@ class SharedLinear(SharedProduct):
                 y = super()._with_recipe(x, view, forward)
                 return self._noted(x, y, rounds=True) if self._is_known(x, forward) else y
         if not self._is_known(x, forward):
-            return forward(x)
+            y = forward(x)
+            if y.__class__ is Tensor and y.dim() == 2:
+                note_small(y)
+            return y
         weight: Any = self._parameters["weight"]
         # as torch does, to tensors that are known
         dtype = autocast_dtype(x.device) if private.is_any_autocast_on() else None
@@ -255,6 +277,8 @@ class SharedLinear(SharedProduct):
         if _is_copied(x, weight):
             x = x.contiguous()
         y = forward(x)
+        if y.__class__ is Tensor and y.dim() == 2:
+            note_small(y)
         if private.num_function_modes() and sees_alone():
             return outside_mode(self._noted, x, y)
         return self._noted(x, y)
@@ -387,6 +411,8 @@ class SharedFunctions(Shared):
         if made is not None and not dispatch.has_hooks(self):
             # it is known already
             index.put(y, ACTIVATION, None)
+            # where the index forgets it, code has got its memory
+            y.grad_fn.metadata[OF_LAYER] = True
         return y
 
 

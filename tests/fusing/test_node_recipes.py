@@ -1,0 +1,155 @@
+"""Linears and MLPs behind functions of code, which are found by their nodes in the graph."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support import DEVICE, saved_bytes
+from torch import nn
+
+import fusedckpt
+
+pytestmark = pytest.mark.usefixtures("any_size")
+
+N, T, D = 2, 8, 4
+# bytes of rows, and of a vector for each sample, in float64
+ROWS, VECTOR = 8 * N * T * D, 8 * N * D
+
+
+def plain(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    return n * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def shift_first(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    return shift[:, None, :] + (1 + scale[:, None, :]) * n
+
+
+def in_place(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    return (n * (1 + scale.unsqueeze(1))).add_(shift.unsqueeze(1))
+
+
+def norm_written(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    with torch.no_grad():
+        n.mul_(2)
+    return plain(model, n, shift, scale)
+
+
+def vectors_written(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    y = plain(model, n, shift, scale)
+    shift._base.detach().mul_(2)
+    return y
+
+
+def vectors_written_later(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    model.later = shift._base.detach()
+    return plain(model, n, shift, scale)
+
+
+def result_written(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    y = plain(model, n, shift, scale)
+    with torch.no_grad():
+        y.mul_(2)
+    return y
+
+
+def swish(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    return n * torch.sigmoid(n)
+
+
+class Modulated(nn.Module):
+    """As a block of DiT: a shift and a scale of each sample, behind a norm without parameters."""
+
+    def __init__(self, modulate: Any, is_affine: bool):
+        super().__init__()
+        self.act, self.vectors = nn.SiLU(), nn.Linear(D, 2 * D)
+        self.norm = nn.LayerNorm(D, elementwise_affine=is_affine)
+        self.mlp, self.modulate = SmallMLP(), modulate
+
+    def forward(self, x, c):
+        scale, shift = self.vectors(self.act(c)).chunk(2, dim=-1)
+        return x + self.mlp(self.modulate(self, self.norm(x), shift, scale))
+
+
+class SmallMLP(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D))
+
+
+# how many rows are saved, x always, and how many vectors of a sample: SiLU's result, a factor, and
+# a copy of the shift. Eager saves nine rows, with those of the MLP
+MODULATED: dict[str, tuple[Any, int, int]] = {
+    "plain": (plain, 1, 3),
+    "affine": (plain, 2, 3),
+    "shift first": (shift_first, 1, 3),
+    "in place": (in_place, 1, 3),
+    "norm written": (norm_written, 2, 3),
+    "vectors written": (vectors_written, 2, 2),
+    "vectors written later": (vectors_written_later, 1, 3),
+    "result written": (result_written, 2, 2),
+    # the sigmoid's result
+    "swish": (swish, 2, 1),
+}
+
+
+def gradients(model: nn.Module, x: torch.Tensor, c: torch.Tensor) -> list[Any]:
+    model.zero_grad()
+    y = model(x, c)
+    later = getattr(model, "later", None)
+    if isinstance(later, torch.Tensor):
+        later.mul_(2)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", MODULATED)
+def test_modulated_norms(name):
+    modulate, num_rows, num_vectors = MODULATED[name]
+    torch.manual_seed(0)
+    # hooks may gather parameters of a norm for its call alone: its result is saved
+    eager = Modulated(modulate, name == "affine").to(DEVICE, torch.float64)
+    ours = copy.deepcopy(eager)
+    fusedckpt.fuse(ours)
+    x = torch.randn(N, T, D, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    c = torch.randn(N, D, device=DEVICE, dtype=torch.float64)
+    for _ in range(2):
+        for a, b in zip(gradients(ours, x, c), gradients(eager, x, c), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert saved_bytes(ours, [x, c]) == num_rows * ROWS + num_vectors * VECTOR
+
+
+class Assigns(nn.Module):
+    """Gives a result other memory, which raises no version, between two layers."""
+
+    def __init__(self, act: Any):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(D), act
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+        self.num_calls = 0
+
+    def forward(self, x):
+        # so it is not run again
+        self.num_calls += 1
+        h = self.act(self.a(self.norm(x)))
+        h.data = 2 * h.data
+        return self.b(h)
+
+
+@pytest.mark.parametrize(
+    ("act", "options"),
+    [(nn.GELU(), {}), (nn.functional.gelu, {"recompute_elementwise": True})],
+    ids=["layer", "function"],
+)
+def test_results_with_other_memory(act, options):
+    """They are saved, as the index, or a mode, has forgotten them."""
+    torch.manual_seed(0)
+    eager = Assigns(act).to(DEVICE, torch.float64)
+    ours = copy.deepcopy(eager)
+    fusedckpt.fuse(ours, **options)
+    x = torch.randn(N, T, D, device=DEVICE, dtype=torch.float64)
+    for model in (eager, ours):
+        model(x).square().sum().backward()
+    for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
