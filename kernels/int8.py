@@ -114,15 +114,19 @@ def value_of(code, bits, LARGEST: tl.constexpr):
     code = code.to(tl.float32)
     bits = bits.to(tl.int32)
     scale = ((bits & 0x7FFE) << 16).to(tl.float32, bitcast=True)
+    is_curved = (bits & 1) != 0
     size = tl.abs(code)
-    # the least of the codes that are special, which a group without any does not have
+    # exact, as one of both is 0
+    factor = size * tl.where(is_curved, scale, 0.0) + tl.where(is_curved, 0.0, scale)
+    # the least of the codes that are special, which a group without any does not have: the largest
+    # number, infinity, NaN
     first = tl.where((bits & 0x8000) != 0, 126.0, 256.0)
-    value = code * tl.where((bits & 1) != 0, size, 1.0)
-    # of those all become the largest number, then 127 infinity and 128 NaN, as infinity times 0
-    value *= tl.where(size >= first, INFINITY, scale)
-    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    factor = tl.where(size >= first, INFINITY, factor)
+    most = tl.where(size > first, INFINITY, LARGEST)
+    size = tl.where(size > 127.0, float("nan"), tl.minimum(size * factor, most))
     # no product comes last: with a sum of the reader it would be rounded once, not twice
-    return tl.where(size > first, value + value * ((128.0 - size) * INFINITY), value)
+    sign = code.to(tl.uint32, bitcast=True) & 0x80000000
+    return (size.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
