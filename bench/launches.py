@@ -48,7 +48,7 @@ class Operation(NamedTuple):
 
     prepare: Prepare
     # for each element
-    least: int
+    least: float
     sizes: Sequence[tuple[int, int]]
     peers: Sequence[Peer] = ()
     # names of its published rows, and their mode
@@ -93,6 +93,29 @@ def layer_backward(m: int, n: int) -> Callable[[], Any]:
     """Return the launches of LayerNorm's gradient."""
     x = drawn(m, n)
     wanted = (True, True, True)
+    return partial(norm.norm_grad, drawn(m, n), None, x, drawn(n), LAYER, wanted, x.dtype)
+
+
+def packed_rows(m: int, n: int) -> int8.PackedRows:
+    """Return rows of bfloat16 in nine bits."""
+    packed = ints(int8.packed_nbytes(m, n), dtype=torch.int8)
+    return int8.PackedRows(packed, m, n, torch.bfloat16)
+
+
+def rms_forward_packed(m: int, n: int) -> Callable[[], Any]:
+    """Return the launch of RMSNorm of rows in nine bits."""
+    return partial(norm.norm, packed_rows(m, n), None, drawn(n), None, LLAMA, torch.bfloat16)
+
+
+def rms_backward_packed(m: int, n: int) -> Callable[[], Any]:
+    """Return the launches of RMSNorm's gradient of rows in nine bits."""
+    x, wanted = packed_rows(m, n), (True, True, False)
+    return partial(norm.norm_grad, drawn(m, n), None, x, drawn(n), LLAMA, wanted, x.dtype)
+
+
+def layer_backward_packed(m: int, n: int) -> Callable[[], Any]:
+    """Return the launches of LayerNorm's gradient of rows in nine bits."""
+    x, wanted = packed_rows(m, n), (True, True, True)
     return partial(norm.norm_grad, drawn(m, n), None, x, drawn(n), LAYER, wanted, x.dtype)
 
 
@@ -409,6 +432,10 @@ OPERATIONS: dict[str, Operation] = {
             ),
         ),
     ),
+    # nine bits of x, sixteen of each other matrix
+    "int8 rms_norm": Operation(rms_forward_packed, 3.125, INPUTS),
+    "int8 rms_norm backward": Operation(rms_backward_packed, 5.125, INPUTS),
+    "int8 layer_norm backward": Operation(layer_backward_packed, 5.125, INPUTS),
     "int8 pack": Operation(pack, 3, INPUTS),
     "int8 unpack": Operation(unpack, 3, INPUTS),
 }
