@@ -103,12 +103,9 @@ class Waits(nn.Module):
     # a Trainer looks a model up by the name of its class
     _fusedckpt_prefix = ""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the signature of the class's own forward."""
-        super().__init_subclass__(**kwargs)
-        ours, original = made_of(cls) or (nn.Module, nn.Module)
-        if ours is not Waits:
-            return
+    @staticmethod
+    def _fusedckpt_members(original: type[nn.Module]) -> dict[str, Any]:
+        """Return a forward with the signature of the class's own."""
 
         # by its class, as other code may keep this function when the module waits no more
         @functools.wraps(original.forward)
@@ -118,7 +115,7 @@ class Waits(nn.Module):
                 return run(*args, **kwargs)
             return _call(self, run, args, kwargs)
 
-        cls.forward = forward
+        return {"forward": forward}
 
 
 def find_waiting(model: nn.Module, search: Search, former: Collection[str] = ()) -> None:

@@ -29,7 +29,7 @@ from fusedckpt.autograd import dispatch, private
 from fusedckpt.autograd.dispatch import autocast_dtype, cast_by
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.swap import Part, Swap, made_of, original_of, subclass
+from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.head import linear_cross_entropy
@@ -186,20 +186,17 @@ class FusedCausalModel(nn.Module):
     _fusedckpt_prefix = ""
     _fusedckpt: ModuleNotes
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ours, original = made_of(cls) or (nn.Module, nn.Module)
-        if issubclass(ours, FusedCausalModel):
-            kind: Any = original
+    @staticmethod
+    def _fusedckpt_members(original: type[nn.Module]) -> dict[str, Any]:
+        """Return a forward with the signature of the model's, which a Trainer reads."""
 
-            # with the original's signature, which a Trainer reads
-            @functools.wraps(kind.forward)
-            def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-                # as it is now: libraries patch the class, also after `fuse`
-                run = partial(kind.forward, self, *args, **kwargs)
-                return self._run_without_logits(run) if self._may_skip(args, kwargs) else run()
+        @functools.wraps(original.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # as it is now: libraries patch the class, also after `fuse`
+            run = partial(original.forward, self, *args, **kwargs)
+            return self._run_without_logits(run) if self._may_skip(args, kwargs) else run()
 
-            cls.forward = forward
+        return {"forward": forward}
 
     @property
     def loss_function(self) -> Any:

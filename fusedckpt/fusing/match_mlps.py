@@ -381,12 +381,12 @@ def _match_with_dropouts(
 ) -> MLPMatch | NotFused:
     """Return the match for all that the recordings read, and with the dropouts."""
     logs = [recording.log for recording in recordings]
-    rates = [
-        (path, name)
-        for path in logs[0].kinds
-        for name in rates_of(child_at(module, path) or module)
-        if any((name,) in log.reads.get(path, {}) for log in logs)
-    ]
+    rates: list[Rate] = []
+    for path in logs[0].kinds:
+        child = child_at(module, path)
+        for name in rates_of(module if child is None else child):
+            if any((name,) in log.reads.get(path, {}) for log in logs):
+                rates.append((path, name))
     rate_by_tensor: dict[str, Rate] = {}
     shape = recordings[0].shapes[0]
     for rate in rates:

@@ -24,7 +24,7 @@ from fusedckpt.autograd.recipes import KERNELS
 from fusedckpt.autograd.tracker import Tracker, tracking
 from fusedckpt.fusing.replica import copied_inputs, running_copy_of, shared_in_copies, undisturbed
 from fusedckpt.fusing.search import Search
-from fusedckpt.fusing.swap import Swap, made_of, subclass
+from fusedckpt.fusing.swap import Swap, subclass
 from fusedckpt.layers.notes import set_notes
 from fusedckpt.memory import saved_tensors
 from fusedckpt.recipes import recipe_kernels, recipe_mode
@@ -62,12 +62,9 @@ class WithRecipes(nn.Module):
     # a Trainer looks a model up by the name of its class
     _fusedckpt_prefix = ""
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Keep the signature of the model's forward."""
-        super().__init_subclass__(**kwargs)
-        ours, original = made_of(cls) or (nn.Module, nn.Module)
-        if ours is not WithRecipes:
-            return
+    @staticmethod
+    def _fusedckpt_members(original: type[nn.Module]) -> dict[str, Any]:
+        """Return a forward with the signature of the model's."""
 
         @functools.wraps(original.forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +78,7 @@ class WithRecipes(nn.Module):
             with recipes_on(self):
                 return original.forward(self, *args, **kwargs)
 
-        cls.forward = forward
+        return {"forward": forward}
 
 
 def find_recipe_model(model: nn.Module, search: Search) -> None:

@@ -116,6 +116,9 @@ class Recomputed(Swapped):
     def _mlp_obstacle(self, match: MLPMatch, values: tuple[Any, ...]) -> NotFused | None:
         if len(values) != 1 or not isinstance(values[0], Tensor):
             return NotFused("arguments")
+        # Dynamo cannot ask
+        if not torch.compiler.is_compiling() and private.why_no_hooks() is not None:
+            return NotFused("no hooks")
         change = self._fusedckpt.reader.change(self)
         if change is not None or dispatch.are_plain(*values, *self.parameters()):
             return change
@@ -174,12 +177,12 @@ def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> No
     if private.num_function_modes() and tracker.has_foreign_modes():
         # backward may run outside of the mode
         return NotFused("mode")
-    if private.why_no_hooks() is not None:
-        return NotFused("no hooks")
     notes = module.__dict__.get(NOTES, NO_NOTES)
     match = notes.match
     if match is not None and isinstance(module, Recomputed):
         return module._mlp_obstacle(match, values)
+    if private.why_no_hooks() is not None:
+        return NotFused("no hooks")
     if notes.writes:
         return NotFused("writes itself", notes.writes)
     for value in values:

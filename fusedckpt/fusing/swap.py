@@ -35,6 +35,11 @@ class _Made(nn.Module):
     # of a module that lost its notes
     _fusedckpt: ModuleNotes = NO_NOTES
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # code of the original may register its subclasses by name, or ask for arguments
+        if _MADE not in vars(cls):
+            super().__init_subclass__(**kwargs)
+
     def _get_name(self) -> str:
         return type(self).__name__ if _prefix(type(self)) else super()._get_name()
 
@@ -50,12 +55,18 @@ class _Made(nn.Module):
 def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of `original` with the methods of `ours`, one and the same each time.
 
-    Its name begins with `_fusedckpt_prefix` of `ours`, "Fused" where that says nothing.
+    Its name begins with `_fusedckpt_prefix` of `ours`, "Fused" where that says nothing. If `ours`
+    has `_fusedckpt_members(original)`, that returns more members for it.
     """
-    names = {"__module__": original.__module__, _MADE: (ours, original)}
+    names: dict[str, Any] = {"__module__": original.__module__, _MADE: (ours, original)}
+    names |= getattr(ours, "_fusedckpt_members", _no_members)(original)
     # a class that was made begins with it already
     bases = (ours, original) if issubclass(original, _Made) else (_Made, ours, original)
     return type(f"{_prefix(ours)}{original.__name__}", bases, names)
+
+
+def _no_members(original: type[nn.Module]) -> dict[str, Any]:
+    return {}
 
 
 def _prefix(kind: type[nn.Module]) -> str:
@@ -189,16 +200,16 @@ class Swapped(nn.Module):
     # returns the result, or why this call cannot run fused
     _fused: Callable[..., Tensor | NotFused]
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        ours, original = made_of(cls) or (nn.Module, nn.Module)
-        if issubclass(ours, Swapped):
-            # with the original's signature, by which torch.fx names a trace's inputs
-            forward = FunctionType(*(getattr(ours.forward, key) for key in _FUNCTION))
-            cls.forward = wraps(original.forward)(forward)
-            _, *parameters = inspect.signature(original.forward).parameters.values()
-            names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-            cls._fusedckpt_names = tuple(names[: cls._fusedckpt_count])
+    @classmethod
+    def _fusedckpt_members(cls, original: type[nn.Module]) -> dict[str, Any]:
+        """Return the forward with the original's signature, by which torch.fx names inputs."""
+        forward = FunctionType(*(getattr(cls.forward, key) for key in _FUNCTION))
+        _, *parameters = inspect.signature(original.forward).parameters.values()
+        names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return {
+            "forward": wraps(original.forward)(forward),
+            "_fusedckpt_names": tuple(names[: cls._fusedckpt_count]),
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the fused forward, or that of the original class."""

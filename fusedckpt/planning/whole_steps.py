@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedckpt.memory import nbytes_of, phases_of, seconds
 from fusedckpt.reporting.step import Step
@@ -88,10 +88,18 @@ def once(key: Any, measure: Callable[[], T]) -> T:
     return _known[key]
 
 
+def _printed(model: nn.Module) -> Any:
+    """Return the text of a model; where its code raises, an object that equals no other."""
+    try:
+        return repr(model)
+    except Exception:  # arbitrary code of others
+        return object()
+
+
 def step_kind(step: Step) -> Any:
     """Return a key that steps which take the same time share."""
     tensors = [*step.parameters(), *step.inputs()]
     metas = tuple((x.shape, x.dtype, x.requires_grad, x.grad is None) for x in tensors)
     # classes tell models apart that print the same, such as one with recipes
     modes = tuple((type(module), module.training) for module in step.model.modules())
-    return repr(step.model), modes, metas, step.device, torch.get_num_threads()
+    return _printed(step.model), modes, metas, step.device, torch.get_num_threads()

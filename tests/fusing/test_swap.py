@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import zoo
 from support import DEVICE, randn
 from swap_cases import (
     NET_CLASSES,
@@ -19,7 +20,7 @@ from swap_cases import (
 from torch import nn
 
 import fusedckpt
-from fusedckpt import fuse, unfuse
+from fusedckpt import fuse, plan, unfuse
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.memory import saved_tensors
 
@@ -246,3 +247,40 @@ def test_bad_level_swaps_nothing(save):
     ):
         fuse(model, save=save)
     assert kinds(model) == kinds(net())
+
+
+def test_classes_that_register_their_subclasses():
+    names = []
+
+    class Registered(nn.Module):
+        """Asks each subclass for a name, once."""
+
+        def __init_subclass__(cls, *, name, **kwargs):
+            assert name not in names
+            names.append(name)
+
+    class Named(Registered, name="named"):
+        """Attention and an MLP, and no text."""
+
+        __repr__ = None
+
+        def __init__(self):
+            super().__init__()
+            self.attention = zoo.Attention(D)
+            self.fc, self.out = nn.Linear(D, 2 * D), nn.Linear(2 * D, D)
+
+        def forward(self, x):
+            return self.out(nn.functional.gelu(self.fc(self.attention(x))))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Named()).to(DEVICE)
+    before = copy.deepcopy(model)
+    report = fuse(model, recompute_elementwise=True)
+    assert report.swapped
+    plan(model, randn(2, 3, D), policy="memory", progress=False).apply(model)
+    x = randn(2, 3, D)
+    torch.testing.assert_close(model(x), before(x))
+    assert names == ["named"]
+    # code that makes a class of ours its base still passes arguments
+    type("Other", (type(model[0]),), {}, name="other")
+    assert names == ["named", "other"]
