@@ -36,9 +36,12 @@ class _Made(nn.Module):
     _fusedckpt: ModuleNotes = NO_NOTES
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # code of the original may register its subclasses by name, or ask for arguments
-        if _MADE not in vars(cls):
+        try:
+            # that of transformers' layers wraps the forward, for gradient checkpointing
             super().__init_subclass__(**kwargs)
+        except Exception:  # it may ask for arguments, or refuse a second class of a name
+            if _MADE not in vars(cls):
+                raise
 
     def _get_name(self) -> str:
         return type(self).__name__ if _prefix(type(self)) else super()._get_name()
@@ -58,11 +61,13 @@ def subclass(ours: type[nn.Module], original: type[nn.Module]) -> type[nn.Module
     Its name begins with `_fusedckpt_prefix` of `ours`, "Fused" where that says nothing. If `ours`
     has `_fusedckpt_members(original)`, that returns more members for it.
     """
-    names: dict[str, Any] = {"__module__": original.__module__, _MADE: (ours, original)}
-    names |= getattr(ours, "_fusedckpt_members", _no_members)(original)
+    names = {"__module__": original.__module__, _MADE: (ours, original)}
     # a class that was made begins with it already
     bases = (ours, original) if issubclass(original, _Made) else (_Made, ours, original)
-    return type(f"{_prefix(ours)}{original.__name__}", bases, names)
+    made = type(f"{_prefix(ours)}{original.__name__}", bases, names)
+    for name, member in getattr(ours, "_fusedckpt_members", _no_members)(original).items():
+        setattr(made, name, member)
+    return made
 
 
 def _no_members(original: type[nn.Module]) -> dict[str, Any]:

@@ -208,15 +208,16 @@ class SharedChannelNorm(_OfChannelsAlone):
         vectors = parameters["weight"], parameters["bias"]
         if self.training or not buffers:
             return vectors
-        # a forward in training writes the statistics without a version
-        return *vectors, buffers.get("running_mean"), buffers.get("running_var")
+        # a forward in training writes the statistics without a version, and counts itself
+        names = "running_mean", "running_var", "num_batches_tracked"
+        return *vectors, *map(buffers.get, names)
 
     def _recipe(
         self, node: Any, y: Tensor, source: View | Leaf, vectors: Sequence[Tensor | None]
     ) -> Made | None:
-        weight, bias, *running = vectors
+        weight, bias, *buffers = vectors
         # those of training tell their dtype, and which vectors of the node are its own statistics
-        running = running or _NONE_RUNNING
+        running = buffers[:2] or _NONE_RUNNING
         table = self._buffers
         if running is _NONE_RUNNING and "running_mean" in table and "running_var" in table:
             # without a call

@@ -20,6 +20,8 @@ from fusedckpt.state.code_names import READ_PACKAGES, CodeRead, functions_reache
 from fusedckpt.state.holders import CellContents, NamedAttributes, is_of_library, numbers_of
 from fusedckpt.state.noted import NotedState, is_collection, is_plain_class, with_state
 
+# packages whose functions are not looked into; ours are told what runs on trial see
+_NOT_LOOKED_INTO = READ_PACKAGES | {"fusedckpt"}
 # of a tensor that a run may write; a larger one is data, such as a set of samples
 _MOST_BYTES = 1 << 28
 
@@ -149,7 +151,7 @@ class _VariableFinder:
 
     def add_functions(self, functions: Iterable[FunctionType]) -> None:
         for fn in functions:
-            if (fn.__module__ or "").partition(".")[0] in READ_PACKAGES:
+            if (fn.__module__ or "").partition(".")[0] in _NOT_LOOKED_INTO:
                 continue
             self.add_cells(fn)
             self.defaults += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
