@@ -285,8 +285,10 @@ def _recorded_norm_swap(module: nn.Module) -> Swap | NotFused | None:
     width = _width(module, weights)
     recordings = [record(module, (2, 3, width), training=training) for training in (False, True)]
     obstacle = next(filter(None, (r.log.obstacle for r in recordings)), None)
-    if obstacle is None and recordings[0].log.asks_rank:
-        obstacle = _rank_obstacle(module, width, recordings[0])
+    first = recordings[0]
+    # one that raised takes vectors alone, or no such tensor
+    if obstacle is None and first.shapes and first.log.asks_rank:
+        obstacle = _rank_obstacle(module, width, first)
     if obstacle is not None:
         return obstacle if eps is not None or looks_like(module) == "norm" else None
     is_norm = _normalizes(recordings[0]) or bool(weights and eps is not None)

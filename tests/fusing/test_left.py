@@ -409,3 +409,24 @@ def test_a_norm_is_swapped_where_its_block_is_not():
     report = fuse(model)
     assert report.swapped == {"0": "nn.LayerNorm -> LayerNorm"}
     assert list(report.left) == ["1"]
+
+
+def test_modules_that_take_vectors_alone_are_passed_over():
+    class Sinusoids(nn.Module):
+        """The embedding of times by frequencies, as diffusion models have."""
+
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-6
+
+        def forward(self, times):
+            if len(times.shape) != 1:
+                raise ValueError("expected times of one dimension")
+            phases = times[:, None] * torch.arange(1, D, device=times.device)
+            return torch.cat([phases.sin(), phases.cos()], -1)
+
+    model = nn.Sequential(Sinusoids(), nn.Linear(2 * D - 2, D)).to(DEVICE)
+    before = model(torch.ones(3, device=DEVICE))
+    report = fuse(model)
+    assert report.left == {}
+    torch.testing.assert_close(model(torch.ones(3, device=DEVICE)), before)

@@ -46,8 +46,7 @@ def layers_of(model):
 
 
 @pytest.mark.usefixtures("any_size")
-@pytest.mark.parametrize("part", [0, 1])
-@pytest.mark.parametrize("when", ["before fuse", "after a step"])
+@pytest.mark.parametrize(("when", "part"), [("before fuse", 0), ("after a step", 1)])
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_of_which_other_code_computes_the_weight(way, when, part):
     torch.manual_seed(0)
