@@ -187,6 +187,16 @@ def test_blocks_of_own_code_are_the_committed_ones():
     assert gone["own code, CNN"] >= 0.5
 
 
+# bytes that recipes add to what `fuse` saves, and to its peak, by the models that the page names:
+# sums of a long sequence, and copies of biases
+MORE_WITH_RECIPES = {
+    "autoencoder_kl": (96_576, 94_912),
+    "resnet50": (116_608, 0),
+    "regnety_008": (12_864, 1_600),
+    "efficientnet_b0": (8_800, 0),
+}
+
+
 def test_models_of_the_page_of_fuse_are_the_committed_ones():
     rows = rows_below("fusedckpt/recipes/README.md", "| whole models | number | saved gone |")
     assert sorted(row.split(" | ", 1)[1] for row in rows) == sorted(costs_of_groups())
@@ -197,10 +207,9 @@ def test_models_of_the_page_of_fuse_are_the_committed_ones():
         eager, fused, recipes, together = (ways[way] for way in ("eager", *SURVEYED))
         assert recipes["step_flops"] == eager["step_flops"]
         assert together["step_flops"] <= fused["step_flops"]
-        # one sum more of a long sequence, and copies of biases
-        most = 116_608 if eager["case"] == "resnet50" else 256
-        assert together["saved_bytes"] <= fused["saved_bytes"] + most
-        assert together["peak_bytes"] <= fused["peak_bytes"] + 5 * 1024
+        most_saved, most_above = MORE_WITH_RECIPES.get(eager["case"], (256, 11 * 1024))
+        assert together["saved_bytes"] <= fused["saved_bytes"] + most_saved
+        assert together["peak_bytes"] <= fused["peak_bytes"] + most_above
 
 
 def test_layers_are_the_committed_ones():
