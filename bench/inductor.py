@@ -106,7 +106,7 @@ def launching(fn: Function, inputs: Sequence[Tensor]) -> Callable[[], Any]:
             config.patch({"force_disable_caches": True, "compile_threads": 1}),
         ):
             with _disable_current_modes():
-                # what a mode counts is the program's ops, not those of its compilation
+                # a mode counts ops of the program, not of its compilation
                 program = program_of(source_of(fn, inputs))
             program([*inputs])
 

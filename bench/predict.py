@@ -242,7 +242,7 @@ def launches_of(peer: Peer, m: int, n: int, card: Card) -> list[Launch]:
 
 
 def fastest(launches: Sequence[Launch], card: Card) -> list[Launch]:
-    """Return for each call of a kernel the launch whose configuration is fastest by the model."""
+    """Return for each call of a kernel the launch with the fastest configuration by the model."""
     by_call: dict[tuple[Any, ...], list[Launch]] = {}
     for launch in launches:
         tensors = [id(x) for x in launch.arguments.values() if isinstance(x, Tensor)]

@@ -280,8 +280,8 @@ def check_of(source: Leaf | Made, tensor: Tensor) -> Callable[[Tensor], None] | 
     return CHECKS[0](source.name, tensor, source.is_rounded)
 
 
-# compares a tensor with the values that a recipe has made in its place, whose input may be rounded:
-# whether all are the same but for rounding, None where the device may not be waited for
+# compares a tensor with the values of a recipe, with an input that may be rounded: whether all are
+# the same but for rounding, None where the device may not be waited for
 COMPARISONS: list[Callable[[Tensor, Tensor, bool], bool | None]] = []
 
 

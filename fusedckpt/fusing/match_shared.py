@@ -46,10 +46,11 @@ from fusedckpt.recipes.shared_layers import (
     SharedReader,
 )
 
-# functions whose results readers make again, by the names in code that calls them
+# names in code of functions with results that readers make again
 _MAKERS_IN_CODE = frozenset(
     ("batch_norm", "group_norm", "avg_pool2d", "silu", "gelu", "mish", "sigmoid")
-) | {*("hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus")}
+    + ("hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus")
+)
 
 
 def find_shared(search: Search) -> None:
@@ -290,7 +291,7 @@ def _layers_of_channels(search: Search) -> dict[str, type[SharedChannels]]:
 
 
 def _may_make_channels(module: nn.Module) -> bool:
-    """Whether a module's code may call functions whose results layers of channels make again.
+    """Whether a module's code may call functions with results that layers of channels make again.
 
     That of a subclass of a norm calls the norm, by whichever name.
     """

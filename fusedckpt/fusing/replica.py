@@ -149,9 +149,9 @@ def shared_in_copies(model: nn.Module) -> dict[int, Any]:
 
 @contextmanager
 def running_copy_of(model: nn.Module) -> Iterator[None]:
-    """Put back what a copy of a model that runs inside shares with it.
+    """Put back the state that a model shares with a copy that runs inside.
 
-    These are generators in its attributes, and the variables that its code may write.
+    That is generators in its attributes, and the variables that its code may write.
     """
     states = rng.states_in(model)
     variables, tensors = noted_variables(model)

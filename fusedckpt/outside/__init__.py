@@ -1,4 +1,4 @@
-"""What the code of others reads and writes outside of its module.
+"""The values outside of a module that the code of its forward reads and writes.
 
 A forward computes by more than its module: by global variables, closed-over ones, options of
 libraries, the sizes of its input. While `fuse` records it:

@@ -1,7 +1,7 @@
 """Layers and functions that save recipes of tensors in the place of the tensors.
 
 A recipe (autograd/recipes.py) makes a saved tensor again in backward, from tensors that are saved
-anyway. Which recipes are taken depends on who sees the functions of a forward:
+anyway. Each file sees other functions of a forward:
 
     shared_layers.py    linears and activations that are modules, by the recipe of their input
     shared_channels.py  layers of convolutional nets that are modules

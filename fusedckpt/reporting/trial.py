@@ -189,7 +189,7 @@ class _Backup:
                     self.add(value, is_attribute=True)
 
     def add_variables(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
-        """Note what the code of modules, functions in them and the loss may write besides."""
+        """Note the variables that code of modules, their functions or the loss may write."""
         noted, tensors = noted_variables(model, loss, objects=True)
         self._undo.callback(noted.put_back)
         for tensor in tensors:

@@ -81,7 +81,7 @@ class NotedState:
         return [*contents.values()] if isinstance(contents, dict) else contents
 
     def put_back(self) -> None:
-        """Bring all holders and generators back to what was noted."""
+        """Give all holders and generators the state that was noted."""
         for holder, contents in self.contents:
             put_back(holder, contents)
         for calls, state in self.generators:

@@ -20,7 +20,7 @@ from fusedckpt.state.code_names import READ_PACKAGES, CodeRead, functions_reache
 from fusedckpt.state.holders import CellContents, NamedAttributes, is_of_library, numbers_of
 from fusedckpt.state.noted import NotedState, is_collection, is_plain_class, with_state
 
-# packages whose functions are not looked into; ours are told what runs on trial see
+# packages of functions that are not looked into: ours note results of runs on trial
 _NOT_LOOKED_INTO = READ_PACKAGES | {"fusedckpt"}
 # of a tensor that a run may write; a larger one is data, such as a set of samples
 _MOST_BYTES = 1 << 28
@@ -83,7 +83,7 @@ def variables_of(kind: type) -> Variables:
 
 
 def variables_of_functions(functions: Iterable[Any]) -> Variables:
-    """Return the variables of functions, of methods and of what `partial` made of them.
+    """Return the variables of functions, of methods, and of objects that `partial` made of them.
 
     The arguments of a `partial` and the object of a method are as default values.
     """
