@@ -72,23 +72,6 @@ def test_it_sees_those_of_our_own_layers():
     torch.testing.assert_close(InMode(ours, Larger)(x), InMode(eager, Larger)(x))
 
 
-@pytest.mark.usefixtures("any_size")
-@pytest.mark.parametrize("recipes", [False, True], ids=["fused", "recipes"])
-@pytest.mark.parametrize("name", [*MODULES, "attention", "convolutions"])
-def test_fused_modules_run_where_saved_tensor_hooks_are_disabled(name, recipes):
-    torch.manual_seed(0)
-    makers = {**MODULES, "attention": partial(Attention, D), "convolutions": convolutions}
-    eager = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), makers[name]()).to(DEVICE)
-    model = copy.deepcopy(eager)
-    report = fuse(model, recompute_elementwise=recipes)
-    without_hooks = partial(torch.autograd.graph.disable_saved_tensors_hooks, "no hooks")
-    for _ in range(2):
-        x = randn(2, 3, D)
-        assert_equal(InMode(model, without_hooks), InMode(eager, without_hooks), x, tol=1e-6)
-    if name == "attention":
-        assert report.fallbacks == {"2": ("no hooks", "")}
-
-
 def convolutions():
     return nn.Sequential(
         nn.Unflatten(-1, (1, D)),
@@ -97,6 +80,55 @@ def convolutions():
         nn.ReLU(),
         nn.Conv2d(4, 3, 1),
     )
+
+
+class BranchesOfNorm(nn.Module):
+    """Two linears that read a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.a, self.b = nn.LayerNorm(D), nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        n = self.norm(x)
+        return self.a(n) * self.b(n)
+
+
+class OddOperations(nn.Module):
+    """An MLP that no program computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(D, 16 * D), nn.Linear(16 * D, D)
+
+    def forward(self, x):
+        h = self.fc(x)
+        return self.out((h.sin() * h.cos().tanh()).cumsum(-1) * 0.1)
+
+
+UNHOOKED = {
+    "attention": partial(Attention, D),
+    "convolutions": convolutions,
+    "two readers": BranchesOfNorm,
+    "mlp that runs again": OddOperations,
+}
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("recipes", [False, True], ids=["fused", "recipes"])
+@pytest.mark.parametrize("name", [*MODULES, *UNHOOKED])
+def test_fused_modules_run_where_saved_tensor_hooks_are_disabled(name, recipes):
+    torch.manual_seed(0)
+    make = {**MODULES, **UNHOOKED}[name]
+    eager = nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), make()).to(DEVICE)
+    model = copy.deepcopy(eager)
+    report = fuse(model, recompute_elementwise=recipes)
+    without_hooks = partial(torch.autograd.graph.disable_saved_tensors_hooks, "no hooks")
+    for _ in range(2):
+        x = randn(2, 3, D)
+        assert_equal(InMode(model, without_hooks), InMode(eager, without_hooks), x, tol=1e-6)
+    if name in ("attention", "mlp that runs again"):
+        assert report.fallbacks == {"2": ("no hooks", "")}
 
 
 def test_the_reason_is_named():

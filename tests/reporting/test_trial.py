@@ -187,6 +187,25 @@ def test_what_did_not_change_is_not_written_to():
     assert [tensor._version for tensor in tensors] == versions
 
 
+def test_a_buffer_gets_its_memory_back():
+    class AveragedBuffer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.data = self.mean + x.detach().mean(0)
+            return x * self.mean
+
+    model = AveragedBuffer().to(DEVICE)
+    place = model.mean.data_ptr()
+    with trial(model):
+        model(randn(2, 4)).sum().backward()
+        assert model.mean.any()
+    assert model.mean.data_ptr() == place
+    assert not model.mean.any()
+
+
 def test_a_parameter_written_to_is_reported():
     class Momentum(nn.Module):
         def __init__(self):

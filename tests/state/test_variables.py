@@ -12,7 +12,12 @@ from torch import nn
 
 import fusedckpt
 from fusedckpt import fuse
-from fusedckpt.state.variables import noted_variables, variables_of
+from fusedckpt.state.variables import (
+    NO_VARIABLES,
+    noted_variables,
+    variables_of,
+    variables_of_functions,
+)
 
 D = 16
 NUM_CALLS = 0
@@ -26,6 +31,7 @@ PARTS: list[int] = []
 def counting_attention():
     """Return a class with variables of every kind, and a function that reads them all."""
     assigned, cells, default = 0, [0], []
+    generator = torch.Generator()
 
     class CountingAttention(nn.Module):
         """Scales its input by the number of calls, and counts these in variables of all kinds."""
@@ -48,13 +54,14 @@ def counting_attention():
             calls.append(1)
             self.counts.calls += 1
             self.part()
-            x = x * (1 + 0.1 * assigned)
+            x = x * (1 + 0.1 * assigned + float(torch.rand((), generator=generator, device="cpu")))
             return self.out(F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
 
     def read(model):
         calls = sum(part.counts.calls for part in model)
         lists = SEEN, default, LOSSES, HOOKED
-        return assigned, calls, *cells, NUM_CALLS, float(TOTAL), *map(len, lists)
+        state = generator.get_state().numpy().tobytes()
+        return state, assigned, calls, *cells, NUM_CALLS, float(TOTAL), *map(len, lists)
 
     return CountingAttention, read
 
@@ -204,3 +211,15 @@ def test_data_in_variables_is_not_copied(monkeypatch):
 
     _, tensors = noted_variables(nn.Sequential(), loss)
     assert [tensor is small for tensor in tensors] == [True]
+
+
+def test_functions_of_ours_keep_what_they_note():
+    """A trial's own observers may be on the model."""
+    noted = []
+
+    def note():
+        noted.append(1)
+
+    assert variables_of_functions([note]).objects() == [noted]
+    note.__module__ = "fusedckpt.planning.roles"
+    assert variables_of_functions([note]) is NO_VARIABLES
