@@ -307,6 +307,8 @@ class Segment(Trace, CheckpointPhase):
             recompute.take_over(ahead)
         if recompute.pairs:
             compare_recompute(recompute.pairs, partial(self._samples_again, asked))
+            # this lives until the end of the backward
+            recompute.pairs = []
         if backward != -1:
             self._recomputes[backward] = recompute
             at_end_of_backward(partial(self._recomputes.pop, backward, None))

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fusedckpt
 from fusedckpt import checkpoint, checkpoint_module, is_recomputing
 from fusedckpt.autograd.dispatch import forced_path
+from fusedckpt.checkpointing.samples import Pair
 
 
 class Probe(nn.Module):
@@ -150,3 +151,16 @@ def test_arguments_are_freed_when_their_segment_is_done(name):
         assert not storage.expired()
         loss.backward()
     assert freed == [True]
+
+
+def test_samples_are_freed_when_they_are_compared():
+    """Not only at the end of the backward, which may have its peak in layers before."""
+    freed = []
+    hidden = randn(4, 6) * 1
+    hidden.register_hook(lambda grad: freed.append(not any(map(_is_pair, gc.get_objects()))))
+    checkpoint(SEGMENTS["plain"]().to(DEVICE), hidden, debug="samples").sum().backward()
+    assert freed == [True]
+
+
+def _is_pair(value):
+    return type(value) is Pair
