@@ -71,7 +71,10 @@ def saving_recipe_of(
         # functions in a checkpoint run as they are
         return outside_mode(saving_recipe_of, x, owner, run, options, *args)
     tracker = active()
-    view = index.view_of(x, NORM)
+    view = index.view_of(x, NORM, ACTIVATION)
+    if view is not None and "linear" in functions_of(view.source):
+        # not worth a GEMM
+        view = None
     if view is None and tracker is not None:
         view = tracker.view_of(x)
     elif view is None and x.numel() * x.itemsize >= recipe_mode.FLOOR_BYTES:

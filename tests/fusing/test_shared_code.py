@@ -331,6 +331,41 @@ class NormAroundNorm(nn.Module):
         return self.inner(x) * (self.gamma + 1.0)
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(D, D)
+
+    def forward(self, x):
+        q = self.q(x)[:, None]
+        return F.scaled_dot_product_attention(q, q, q)[:, 0]
+
+
+class AttendsTo(nn.Module):
+    """Attention that reads a norm of another class, or an activation of a linear's result."""
+
+    def __init__(self, before: str):
+        super().__init__()
+        norm = NormAroundNorm(nn.LayerNorm(D, elementwise_affine=False))
+        self.fc, self.act = (nn.Linear(D, D), nn.Sigmoid()) if before == "linear" else (norm, None)
+        self.attends = Attends()
+
+    def forward(self, x):
+        y = self.fc(x.tanh())
+        return self.attends(y if self.act is None else self.act(y))
+
+
+@pytest.mark.parametrize(("before", "more"), [("norm", 2 * 8 * T), ("linear", ROWS)])
+def test_attention_saves_the_recipe_of_its_input_unless_that_has_a_gemm(before, more):
+    torch.manual_seed(0)
+    eager = AttendsTo(before).double().to(DEVICE)
+    fused, x = copy.deepcopy(eager), randn(1, T, D, dtype=torch.float64)
+    assert "recomputed but for attention" in fuse(fused).swapped["attends"]
+    assert_same(results(fused, x), results(eager, x))
+    # beside tanh's result: the statistics of torch's norm, or attention's input
+    assert saved_bytes(fused, [x]) == saved_bytes(fused.attends, [x]) + more
+
+
 class ScaledReaders(nn.Module):
     def __init__(self, inner: nn.Module):
         super().__init__()
