@@ -245,10 +245,17 @@ class RestoredState:
         _set_classes(self._classes)
 
 
-def modules_in(module: nn.Module) -> list[nn.Module]:
-    """Return a module and those inside, each once; nn.Module.modules takes some calls of each."""
+def modules_in(module: nn.Module, args: Sequence[Any] = ()) -> list[nn.Module]:
+    """Return a module and those inside, then those among the arguments of its call, each once.
+
+    nn.Module.modules takes some calls of each.
+    """
     modules = [module]
     seen = {id(module)}
+    for value in args:
+        if isinstance(value, nn.Module) and id(value) not in seen:
+            seen.add(id(value))
+            modules.append(value)
     for part in modules:
         for child in part._modules.values():
             if child is not None and id(child) not in seen:

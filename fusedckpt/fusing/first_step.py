@@ -361,13 +361,17 @@ def _code(decided: Swap | NotFused | None) -> int:
 
 def _obstacle_of(module: nn.Module, args: Any, kwargs: Any) -> NotFused | None:
     """Return why a module is not run a second time, None if it may be."""
-    for inner in module.modules():
+    values = *args, *kwargs.values()
+    modules = modules_in(module, values)
+    for inner in modules:
         if isinstance(inner, nn.SyncBatchNorm) or private.is_fsdp_module(inner):
             return NotFused("collective", type(inner).__name__)
-    container = next(filter(is_collection, kwargs.values()), None)
-    if container is not None:
-        return NotFused("cache", type(container).__name__)
-    return repeat_obstacle(modules_in(module), (*args, *kwargs.values()))
+    # of keywords no state was noted before the call
+    for value in kwargs.values():
+        if isinstance(value, nn.Module) or is_collection(value):
+            key = "module" if isinstance(value, nn.Module) else "cache"
+            return NotFused(key, type(value).__name__)
+    return repeat_obstacle(modules, values)
 
 
 class _StepObserver(RunObserver):

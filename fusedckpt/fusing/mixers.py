@@ -544,8 +544,8 @@ class Before:
     """The state before a call of a module."""
 
     def __init__(self, module: nn.Module, args: Sequence[Any]):
-        self._module = module
-        self._state = CallState(modules_in(module), args)
+        self._modules = modules_in(module, args)
+        self._state = CallState(self._modules, args)
         self._random = rng.RandomStates(rng.everywhere())
 
     @contextmanager
@@ -553,7 +553,7 @@ class Before:
         """Bring the state back meanwhile, after the call; a run inside changes none of it."""
         self._state.end()
         with self._random.restored(), self._state.restored():
-            for module in self._module.modules():
+            for module in self._modules:
                 # they are put back with the others; kernels may write them uncounted
                 buffers = {n: _copied(module, b) for n, b in module._buffers.items()}
                 module._buffers.update(buffers)

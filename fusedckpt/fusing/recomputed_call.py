@@ -32,7 +32,7 @@ from fusedckpt.recipes import shared_layers
 class RepeatableForward:
     """A forward of a module, for one call with these arguments and its recomputes.
 
-    modules: the module, and those inside. names: of the last arguments, which are passed by name.
+    modules: as those of `recomputed_call`. names: of the last arguments, which are passed by name.
     """
 
     # for the checkpoint, which puts other buffers back
@@ -102,7 +102,7 @@ def recomputed_call(
     """Run a module's forward that saves its arguments, and is run again in backward.
 
     Args:
-        modules: the module, and those inside.
+        modules: the module, those inside, and those among the arguments.
         forward: its forward.
         x: one of the arguments, whose recipe is saved in its place.
         args: the arguments.

@@ -81,7 +81,7 @@ class Recomputed(Swapped):
         values = *args, *kwargs.values()
         if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
             return forward(*args, **kwargs)
-        modules = modules_in(self)
+        modules = modules_in(self, values)
         obstacle = repeat_obstacle(modules, values)
         little_gain: _LittleGain | None = self._fusedckpt.little_gain
         if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
@@ -171,7 +171,7 @@ class Recomputed(Swapped):
 def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> NotFused | None:
     """Return why a call with these arguments cannot be made twice, None if it can.
 
-    modules: the module that is called, and those inside.
+    modules: the module that is called, those inside, and those among the arguments.
     """
     module, *layers = modules
     if private.num_function_modes() and tracker.has_foreign_modes():
@@ -190,14 +190,18 @@ def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> No
             # most
             continue
         for part in objects_in(value):
+            is_module = isinstance(part, nn.Module)
             is_known = isinstance(part, Tensor) or is_collection(part)
+            if is_module and part is value:
+                # it is among `modules`
+                is_known = not any(inner is module for inner in modules_in(part))
             if not is_known and type(part).__name__ not in _CONSTANT:
-                key = "module" if isinstance(part, nn.Module) else "cache"
-                return NotFused(key, type(part).__name__)
+                return NotFused("module" if is_module else "cache", type(part).__name__)
     if not (layers and dispatch.has_hooks(*layers)):
         return None
     named = {layer: name for name, layer in module.named_modules()}
-    return NotFused("hooked", next(named[x] for x in layers if dispatch.has_hooks(x)))
+    hooked = next(x for x in layers if dispatch.has_hooks(x))
+    return NotFused("hooked", named.get(hooked, type(hooked).__name__))
 
 
 def _recipe_of_output(

@@ -252,7 +252,7 @@ def test_a_llama_layer_saves_three_rows():
 
 FALLBACKS = {
     "cache": ({"cache": object()}, "cache"),
-    "module": ({"cache": nn.Identity()}, "module"),
+    "module": ({"cache": [nn.Identity()]}, "module"),
     "none": ({}, "unseen"),
     "scores": ({}, "again"),
     "again": ({}, "again"),

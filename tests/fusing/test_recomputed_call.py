@@ -195,6 +195,80 @@ def test_arguments_named_as_a_checkpoints():
     assert_same(*grads)
 
 
+class Counts(nn.Linear):
+    """Changes its attributes and buffers."""
+
+    def __init__(self):
+        super().__init__(D, D)
+        self.n = 0
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("cache", None)
+
+    def forward(self, y):
+        self.n += 1
+        self.mean.mul_(0.5).add_(y.detach().mean())
+        if self.cache is None:
+            self.register_buffer("cache", torch.full_like(self.mean, 2.0))
+        return super().forward(y) * self.n * (1 + self.mean.clone()) * self.cache
+
+
+class Passes(nn.Module):
+    """Passes a module to attention."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.attention, self.given = TakesModule(lambda self, y, q: self.call(y)), given
+
+    def forward(self, x):
+        return self.attention(x, self.given)
+
+
+class TakesModule(AttentionAround):
+    def forward(self, x, given):
+        # a module would become a child
+        self.call = getattr(given, "mix", given.__call__)
+        return super().forward(x)
+
+
+GIVEN = {
+    "counter": Counts,
+    "batch norm": lambda: nn.Sequential(
+        nn.Flatten(0, 1), nn.BatchNorm1d(D), nn.Unflatten(0, (2, 3))
+    ),
+    "dropout": lambda: nn.Dropout(0.5),
+    "spectral norm": lambda: parametrizations.spectral_norm(nn.Linear(D, D)),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_a_module_among_the_arguments(given):
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.LayerNorm(D), Passes(GIVEN[given]())).double().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    assert "recomputed but for attention" in fuse(fused).swapped["1.attention"]
+    for _ in range(2):
+        assert_same(step(eager), step(fused))
+        assert take_fallback(fused[1].attention) is None
+    assert getattr(fused[1].given, "n", 0) == getattr(eager[1].given, "n", 0)
+
+
+def test_a_module_that_holds_the_one_it_is_passed_to():
+    """Its state is that of all modules beside: it is left, and named."""
+
+    class PassesItself(Passes):
+        def forward(self, x):
+            return self.attention(x, self)
+
+        def mix(self, y):
+            return y * 2
+
+    eager = nn.Sequential(nn.LayerNorm(D), PassesItself(None)).double().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    fuse(fused)
+    assert_same(step(eager), step(fused))
+    assert take_fallback(fused[1].attention).key == "module"
+
+
 class OddMLP(nn.Module):
     """An MLP that no program computes."""
 
