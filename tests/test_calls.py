@@ -70,30 +70,40 @@ def mlp_layers() -> list[nn.Module]:
     return [nn.Linear(D, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, D)]
 
 
-def layers() -> dict[str, Callable[[Tensor], Tensor]]:
-    norm = fusedckpt.RMSNorm(D)
-    mlp = swapped(SwiGLU(D, HIDDEN))
-    classes = randn(HIDDEN, D)
-    target = torch.arange(18).view(2, 9)
-    return {
-        "functional.rms_norm": lambda x: functional.rms_norm(x, (D,), norm.weight),
-        "RMSNorm": norm,
-        "LayerNorm": fusedckpt.LayerNorm(D),
-        "Linear": fusedckpt.Linear(D, HIDDEN, activation="gelu"),
-        "MLP": fusedckpt.MLP(D, HIDDEN),
-        "GatedMLP": fusedckpt.GatedMLP(D, HIDDEN),
-        "functional.linear_cross_entropy": lambda x: functional.linear_cross_entropy(
-            x, classes, target
-        ),
-        "a swapped norm": swapped(nn.RMSNorm(D)),
-        "a swapped MLP": swapped(nn.Sequential(*mlp_layers())),
-        "a swapped MLP with a norm": swapped(nn.Sequential(nn.LayerNorm(D), *mlp_layers())),
-        "a swapped gated MLP": mlp,
-        "a swapped gated MLP in a checkpoint": lambda x: fusedckpt.checkpoint(mlp, x),
-        "a swapped attention": swapped(SeparateAttention()),
-        "an MLP in a block": swapped(Inline(nn.GELU()), mlp=False, attention=False),
-        "an MLP of functions in a block": swapped(Inline(F.gelu), mlp=False, attention=False),
-    }
+def head() -> Callable[[Tensor], Tensor]:
+    classes, target = randn(HIDDEN, D), torch.arange(18).view(2, 9)
+    return lambda x: functional.linear_cross_entropy(x, classes, target)
+
+
+def checkpointed(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: fusedckpt.checkpoint(module, x)
+
+
+def function_of(norm: nn.RMSNorm) -> Callable[[Tensor], Tensor]:
+    return lambda x: functional.rms_norm(x, (D,), norm.weight)
+
+
+def in_a_block(act: Callable[[Tensor], Tensor]) -> nn.Module:
+    return swapped(Inline(act), mlp=False, attention=False)
+
+
+LAYERS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "functional.rms_norm": lambda: function_of(fusedckpt.RMSNorm(D)),
+    "RMSNorm": lambda: fusedckpt.RMSNorm(D),
+    "LayerNorm": lambda: fusedckpt.LayerNorm(D),
+    "Linear": lambda: fusedckpt.Linear(D, HIDDEN, activation="gelu"),
+    "MLP": lambda: fusedckpt.MLP(D, HIDDEN),
+    "GatedMLP": lambda: fusedckpt.GatedMLP(D, HIDDEN),
+    "functional.linear_cross_entropy": head,
+    "a swapped norm": lambda: swapped(nn.RMSNorm(D)),
+    "a swapped MLP": lambda: swapped(nn.Sequential(*mlp_layers())),
+    "a swapped MLP with a norm": lambda: swapped(nn.Sequential(nn.LayerNorm(D), *mlp_layers())),
+    "a swapped gated MLP": lambda: swapped(SwiGLU(D, HIDDEN)),
+    "a swapped gated MLP in a checkpoint": lambda: checkpointed(swapped(SwiGLU(D, HIDDEN))),
+    "a swapped attention": lambda: swapped(SeparateAttention()),
+    "an MLP in a block": lambda: in_a_block(nn.GELU()),
+    "an MLP of functions in a block": lambda: in_a_block(F.gelu),
+}
 
 
 # forward, backward
@@ -150,7 +160,7 @@ def without_models(monkeypatch):
 FEW_TOKENS = {"MLP": (26, 31), "GatedMLP": (30, 37)}
 
 
-@pytest.mark.parametrize("name", layers())
+@pytest.mark.parametrize("name", LAYERS)
 def test_calls_of_a_warm_call(name):
     assert_calls(name, 18, CALLS[name])
 
@@ -162,7 +172,7 @@ def test_calls_with_few_tokens(name):
 
 def assert_calls(name: str, num_tokens: int, calls: tuple[int, int]) -> None:
     with forced_path("aten"), torch.autograd.set_multithreading_enabled(False):
-        layer = layers()[name]
+        layer = LAYERS[name]()
         x = randn(2, num_tokens // 2, D).requires_grad_()
         for _ in range(4):
             layer(x * 1).sum().backward()
