@@ -180,6 +180,7 @@ def test_readers_share_one_packed_copy(x):
     assert_near_steps(found, step(made(Readers), x))
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize(
     ("make", "nbytes"),
     [
@@ -520,6 +521,7 @@ def backward_of(kind, norm, dtype):
     return counts, peak_bytes(y.backward, DEVICE), grads
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])

@@ -81,6 +81,7 @@ def test_one_block(name):
     assert [type(m) for m in model.modules()] == [type(m) for m in eager.modules()]
 
 
+@pytest.mark.usefixtures("unverified")
 @pytest.mark.parametrize("name", CASES)
 def test_the_peak_falls_with_saved_bytes(name):
     """Of six modules; at most one recomputes at a time."""

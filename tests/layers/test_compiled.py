@@ -65,7 +65,7 @@ class Projections(nn.Module):
 
 
 MODELS = {
-    "blocks": lambda: nn.Sequential(*[block() for _ in range(4)]),
+    "blocks": lambda: nn.Sequential(*[block() for _ in range(3)]),
     "written out": lambda: nn.Sequential(
         nn.LayerNorm(D), nn.Linear(D, FF), nn.GELU(), nn.Linear(FF, D)
     ),
@@ -125,7 +125,7 @@ def test_saves_no_more_than_fused(name, save):
     assert found <= 1.02 * most, (found, most)
     if name == "blocks" and save == "inputs":
         # their inputs; torch recomputes that of one of them, by one GEMM
-        assert found in (3 * 4 * T * D, 4 * 4 * T * D)
+        assert found in (2 * 4 * T * D, 3 * 4 * T * D)
     if name == "blocks":
         found, most = (len(gemms(lambda m=m: m(x).sin().sum().backward())) for m in (run, fused))
         assert most <= found <= most + 1
