@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import private
+from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.checkpointing.determinism import same_bits
 
 # bytes of a tensor that is copied before a call that may write it
@@ -73,8 +74,7 @@ _WITH_STATISTICS = (
     nn.InstanceNorm3d,
 )
 # of modules that were called: the buffers that are written then
-_WRITTEN: weakref.WeakKeyDictionary[nn.Module, dict[_Key, list[BufferPlace]]]
-_WRITTEN = weakref.WeakKeyDictionary()
+_WRITTEN = WeakMap[nn.Module, dict[_Key, list[BufferPlace]]]()
 # classes of modules that a warning has named
 _named = weakref.WeakSet[type]()
 
@@ -129,7 +129,8 @@ class WrittenBuffers:
         self._noted: list[_BufferBefore] = []
         for root in roots:
             key = root.training, code
-            places = _WRITTEN.get(root, {}).get(key)
+            known = _WRITTEN.get(root)
+            places = None if known is None else known.get(key)
             if places is None:
                 self._firsts.append((root, key, [*_buffers_of(root)]))
             elif places:
@@ -147,7 +148,7 @@ class WrittenBuffers:
             writers = {noted.module for noted in buffers if noted.is_written()}
             written = [noted for noted in buffers if noted.module in writers and noted.may_change()]
             places = [BufferPlace(weakref.ref(n.module), n.table, n.name) for n in written]
-            _WRITTEN.setdefault(root, {})[key] = places
+            _known_of(root)[key] = places
             self._noted += written
         self._firsts = []
 
@@ -172,6 +173,11 @@ class WrittenBuffers:
         finally:
             for buffers, name, buffer in replaced:
                 buffers[name] = buffer
+
+
+def _known_of(root: nn.Module) -> dict[_Key, list[BufferPlace]]:
+    known = _WRITTEN.get(root)
+    return _WRITTEN.put(root, {}) if known is None else known
 
 
 def written_buffers(fn: Any, values: Iterable[Any]) -> WrittenBuffers | None:
@@ -275,7 +281,7 @@ def learn_late(module: nn.Module, name: str, fn: Any, values: Iterable[Any]) -> 
     owners = [r for r in _modules_of(fn, values) if any(part is module for part in r.modules())]
     for root in owners:
         key = root.training, getattr(fn, "__code__", None)
-        places = _WRITTEN.setdefault(root, {}).setdefault(key, [])
+        places = _known_of(root).setdefault(key, [])
         places.append(BufferPlace(weakref.ref(module), "_buffers", name))
     if type(module) in _named:
         return

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import operator
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from fusedckpt.autograd import arguments, dispatch, levels, private
 from fusedckpt.autograd.levels import LEVELS_OF
 from fusedckpt.autograd.phases import default_stock
+from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.checkpointing.entry import OPTIONS, checkpoint
 from fusedckpt.checkpointing.regions import patterns_of
 from fusedckpt.fusing.experts import gating_of, has_experts_parameters
@@ -359,7 +359,7 @@ def register_experts(
 
 
 # how each module of experts gates: it depends on its class and on its numbers
-_GATINGS: weakref.WeakKeyDictionary[nn.Module, Gating] = weakref.WeakKeyDictionary()
+_GATINGS = WeakMap[nn.Module, Gating]()
 
 
 def _run_experts(
@@ -371,8 +371,9 @@ def _run_experts(
     chunks: int | None,
 ) -> torch.Tensor:
     """Run transformers' experts: x [T, D], index and scores [T, K]."""
-    if module not in _GATINGS:
-        _GATINGS[module] = _gating(module)
+    gating = _GATINGS.get(module)
+    if gating is None:
+        gating = _GATINGS.put(module, _gating(module))
     has_bias = module.has_bias
     return experts(
         x,
@@ -380,7 +381,7 @@ def _run_experts(
         scores,
         module.gate_up_proj,
         module.down_proj,
-        activation=_GATINGS[module],
+        activation=gating,
         gate_up_bias=module.gate_up_proj_bias if has_bias else None,
         down_bias=module.down_proj_bias if has_bias else None,
         is_transposed=module.is_transposed,

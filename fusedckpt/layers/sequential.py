@@ -6,7 +6,6 @@ was cut, in one loop, and cuts anew where one has changed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from operator import is_
 from typing import Any, NamedTuple, TypeGuard
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from fusedckpt.autograd import arguments, dispatch, levels
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.levels import LEVELS_OF
+from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.blocks import validate
 from fusedckpt.blocks.builder import ONE_LINEAR, TWO_LINEARS, Linears, numbered
 from fusedckpt.blocks.layer_function import run_layer
@@ -414,7 +414,7 @@ def _is_left_out(layer: Any) -> bool:
 
 
 # of Sequentials that were called
-_CUTS = weakref.WeakKeyDictionary[nn.Sequential, _Cut]()
+_CUTS = WeakMap[nn.Sequential, _Cut]()
 
 
 def _runs_now(parent: Sequential) -> tuple[list[_PlannedRun], list[Any]]:
@@ -435,5 +435,5 @@ def _runs_now(parent: Sequential) -> tuple[list[_PlannedRun], list[Any]]:
     layers = [layer for run in layer_runs for layer in run.layers.values()]
     if is_compiling:
         return _plan(layer_runs, settings), layers
-    cut = _CUTS[parent] = _Cut(parent, layer_runs, settings)
+    cut = _CUTS.put(parent, _Cut(parent, layer_runs, settings))
     return cut.runs, layers

@@ -119,7 +119,9 @@ class Plan:
         for module in modules:
             if module is not None and roles.is_assigned(module):
                 roles.release(module)
-        self._applied[:] = [ref for ref in self._applied if ref() not in (None, *modules)]
+        # by identity, whatever `==` of their classes does
+        released = {id(None), *map(id, modules)}
+        self._applied[:] = [ref for ref in self._applied if id(ref()) not in released]
 
     def __getstate__(self) -> dict[str, Any]:
         # the models that it was applied to stay here

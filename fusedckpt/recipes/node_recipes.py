@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedckpt.autograd import dispatch, index, levels, private, tracker
 from fusedckpt.autograd.dispatch import path_of
@@ -43,6 +42,7 @@ from fusedckpt.autograd.recipes import (
 )
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
 from fusedckpt.autograd.tracker import LIMIT, SHARE
+from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.blocks import reader
 from fusedckpt.recipes import recipe_mode
 from fusedckpt.recipes.recipe_kernels import recipe_statistics
@@ -250,7 +250,7 @@ def note_small(y: Tensor) -> None:
 
 
 # by an object of a layer, see `view_by_node`
-_COMPARED = WeakIdKeyDictionary()
+_COMPARED = WeakMap[Any, dict[Any, bool]]()
 
 
 def found_by_node(x: Any, owner: Any) -> View | None:
@@ -261,7 +261,9 @@ def found_by_node(x: Any, owner: Any) -> View | None:
     hooks = private.top_hooks()
     if not may_have_recipe(x) or not (hooks is None or only_count(hooks)):
         return None
-    compared: Any = _COMPARED.setdefault(owner, {})
+    compared = _COMPARED.get(owner)
+    if compared is None:
+        compared = _COMPARED.put(owner, {})
     return view_by_node(x, None if hooks is None else hooks[0], compared)
 
 

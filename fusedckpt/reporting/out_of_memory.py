@@ -15,12 +15,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 
 from fusedckpt.autograd import private_memory
+from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.reporting.tables import size, table
 from fusedckpt.reporting.timeline import LOSS, RunningModules
 
@@ -63,17 +64,20 @@ class MeasuredPlan(Protocol):
 
 
 # the plans of each model that were measured in this process
-_measured_plans: WeakKeyDictionary[nn.Module, list[MeasuredPlan]] = WeakKeyDictionary()
+_measured_plans = WeakMap[nn.Module, list[MeasuredPlan]]()
 
 
 def note_plan(model: nn.Module, plan: MeasuredPlan) -> None:
     """Note a plan of a model, for a report at an error."""
-    _measured_plans.setdefault(model, []).append(plan)
+    plans = _measured_plans.get(model)
+    if plans is None:
+        plans = _measured_plans.put(model, [])
+    plans.append(plan)
 
 
 def advice_for_plan(model: nn.Module, nbytes: int) -> str:
     """Name the fastest measured plan that peaks within some bytes; "" where none was measured."""
-    plans = [plan for plan in _measured_plans.get(model, ()) if plan.measured_bytes is not None]
+    plans = [plan for plan in _measured_plans.get(model) or () if plan.measured_bytes is not None]
     if not plans:
         return ""
     least = min(plan.measured_bytes or 0 for plan in plans)

@@ -20,7 +20,7 @@ from swap_cases import (
 from torch import nn
 
 import fusedckpt
-from fusedckpt import fuse, plan, unfuse
+from fusedckpt import checkpoint_module, fuse, plan, unfuse
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.memory import saved_tensors
 
@@ -285,3 +285,32 @@ def test_classes_that_ask_their_subclasses_for_arguments():
     assert names == ["named", "other"]
     with pytest.raises(TypeError):
         type("Nameless", (type(model[0]),), {})
+
+
+class Incomparable(nn.Sequential):
+    """A class with a `==` that raises."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __eq__(self, other):
+        raise TypeError("no ==")
+
+
+def test_classes_that_do_not_compare():
+    torch.manual_seed(0)
+    parts = [nn.Sequential(nn.Linear(D, 2 * D), nn.GELU(), nn.Linear(2 * D, D)) for _ in range(2)]
+    model = nn.Sequential(*[Incomparable(nn.LayerNorm(D), *part) for part in parts]).to(DEVICE)
+    before = copy.deepcopy(model)
+    assert fuse(model).swapped
+    chosen = plan(model, randn(2, 3, D), policy="all", progress=False)
+    chosen.apply(model)
+    chosen.undo()
+    for unit in model:
+        checkpoint_module(unit)
+    x = randn(2, 3, D)
+    y, expected = model(x), before(x)
+    torch.testing.assert_close(y, expected)
+    y.sum().backward()
+    expected.sum().backward()
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
