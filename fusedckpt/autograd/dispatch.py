@@ -162,10 +162,11 @@ def are_plain(*values: Any) -> bool:
         if isinstance(value, Tensor):
             kind = type(value)
             if not (kind is nn.Parameter or kind is Tensor or is_plain(kind)):
+                phases.OF_OTHERS.note()
                 return False
             if value.layout != torch.strided or value.is_nested:
                 return False
-    return True
+    return not (phases.OF_OTHERS.is_used and phases.OF_OTHERS.is_recomputed())
 
 
 def has_hooks(*layers: nn.Module) -> bool:
@@ -271,6 +272,8 @@ def decide(options: Decided, *tensors: Any) -> Decision:
     # no hooks on saved tensors, and no backward that may be a checkpoint's: no phase to look for
     is_free = private.SEES_HOOKS and private.top_hooks() is None and private.current_node() is None
     phase = phases.phase_of_layer() if grad and not is_free else None
+    if phase is not None and phases.OF_OTHERS.is_used and phases.OF_OTHERS.is_recomputed():
+        return Decision(None, phase, options.is_module)
     num_function_modes = private.num_function_modes()
     reference_only = (
         DISABLED
@@ -360,6 +363,7 @@ def takes(name: str, key: str, value: Any) -> bool:
     if not isinstance(value, Tensor):
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):
+        phases.OF_OTHERS.note()
         kind = type(value).__name__
         if kind in _PARTED:
             raise TypeError(

@@ -211,6 +211,39 @@ def pack_hook(phase: Any) -> Callable[[Tensor], Any]:
     return phase.pack if private.user_hooks is None else PackHook(phase.pack)
 
 
+class _OfOthers:
+    """Calls of torch's checkpoint whose forward passed a layer a tensor of a class of others.
+
+    Such a layer runs its own forward. The recompute gets plain tensors, as autograd saves no
+    classes, so there all layers run their own.
+    """
+
+    # whether there was any such call
+    is_used = False
+
+    def note(self) -> None:
+        """Note the call in whose forward this runs, if any."""
+        frame = self._frame_in("forward")
+        if frame is not None:
+            frame._fusedckpt_of_others = True
+            self.is_used = True
+
+    def is_recomputed(self) -> bool:
+        """Whether such a call is recomputed now."""
+        return hasattr(self._frame_in("recompute"), "_fusedckpt_of_others")
+
+    def _frame_in(self, phase: str) -> Any:
+        if torch.compiler.is_compiling() or not private.SEES_HOOKS:
+            return None
+        hooks = private.top_hooks()
+        if hooks is None or private.stock_phase(hooks[0]) != phase:
+            return None
+        return private.stock_frame(hooks[0])
+
+
+OF_OTHERS = _OfOthers()
+
+
 def default_stock(around: Hooks | None) -> str:
     """Return "checkpoint" in the forward of torch's non-reentrant checkpoint without options.
 

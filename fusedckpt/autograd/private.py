@@ -290,6 +290,17 @@ def variable_of(function: Any, name: str) -> Any:
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
+def stock_frame(pack: Any) -> Any:
+    """Return the object of a call of torch's checkpoint by a hook of it, None without its names."""
+    pack = getattr(pack, "_torchdynamo_orig_callable", pack)
+    try:
+        if stock_phase(pack) == "forward":
+            return variable_of(pack, "frame")
+        return variable_of(pack, "target_frame_ref")()
+    except (AttributeError, TypeError, ValueError):
+        return None
+
+
 def num_wanted(pack: Any) -> int | None:
     """Return how many tensors a recompute of torch's ends after; None, and more is computed."""
     pack = getattr(pack, "_torchdynamo_orig_callable", pack)

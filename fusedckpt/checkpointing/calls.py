@@ -72,13 +72,21 @@ class Argument:
         self.dtype = tensor.dtype
         self.storage = storage_of(tensor)
         self.layout = layout_of(tensor) if self.storage else None
+        self._kind = type(tensor)
         # autograd refuses to save an inference tensor
         is_inference = tensor.is_inference()
         self._saved = tensor if is_inference else private.make_saved(tensor, is_output=False)
 
     def tensor(self, made: dict[Any, Any] | None = None) -> Tensor:
         """Return the argument; raise where it was written in place since."""
-        return self._saved if isinstance(self._saved, Tensor) else self._saved.unpack()
+        saved = self._saved
+        if isinstance(saved, Tensor):
+            return saved
+        tensor = saved.unpack()
+        if type(tensor) is not self._kind and type(tensor) is Tensor:
+            # autograd saves no class; layers run their own forward for some
+            return tensor.as_subclass(self._kind)
+        return tensor
 
     def check(self) -> None:
         """Raise where the argument was written in place since."""
@@ -95,6 +103,7 @@ class LateArgument(Argument):
         self.dtype = tensor.dtype
         self.storage = storage_of(tensor)
         self.layout = layout_of(tensor) if self.storage else None
+        self._kind = type(tensor)
         self._saved = tensor
         self._problem = ""
         # inference tensors have none

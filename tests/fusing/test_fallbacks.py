@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support import DEVICE, needs_inductor, randn
 from swap_cases import D, F, assert_equal
 from test_swapped_calls import Scalable, Tagged
 from torch import nn
+from torch.utils.checkpoint import checkpoint as stock
 from zoo import MLP, LlamaRMSNorm, LoraLinear, OwnLinear
 
 import fusedckpt
@@ -211,3 +213,24 @@ def test_compiled_code_notes_it_without_breaks_or_recompiles():
         compiled(randn(3, D)).sum().backward()
     assert counter.frame_count == 1
     assert sorted(fused.fallbacks) == ["0.0", "1"]
+
+
+@pytest.mark.parametrize("kind", [Tagged, type("Plain", (torch.Tensor,), {})])
+@pytest.mark.parametrize("run", [fusedckpt.checkpoint, partial(stock, use_reentrant=False)])
+def test_a_recompute_runs_the_forwards_that_ran(run, kind):
+    torch.manual_seed(0)
+    own = nn.Sequential(LlamaRMSNorm(D), nn.RMSNorm(D), nn.LayerNorm(D), MLP(D, F))
+    model = nn.Sequential(own, nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D))).to(DEVICE)
+    eager = copy.deepcopy(model)
+    fuse(model)
+    x = randn(2, 3, D)
+    # a tensor of another class, and then a plain one again
+    for cls in (kind, torch.Tensor):
+        grads = []
+        for net in (eager, model):
+            leaf = x.detach().requires_grad_()
+            y = run(net, leaf.as_subclass(cls))
+            assert type(y) is cls
+            (grad,) = torch.autograd.grad(y.as_subclass(torch.Tensor).square().sum(), leaf)
+            grads.append(grad)
+        torch.testing.assert_close(*grads)
