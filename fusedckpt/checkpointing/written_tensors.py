@@ -7,7 +7,7 @@ classes with code that writes in place, and drops the copies when it returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +20,12 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.calls import Argument
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
-from fusedckpt.state.code_names import functions_reached, names_in, names_in_forward
+from fusedckpt.state.code_names import (
+    functions_reached,
+    names_in,
+    names_in_forward,
+    write_tensors,
+)
 
 # methods by which code reaches the parameters of all modules inside
 _WALKS = frozenset(("parameters", "named_parameters", "state_dict"))
@@ -184,11 +189,7 @@ def has_digest(tensor: Tensor, digest: Tensor | None) -> bool:
 @cache
 def writes(kind: type[nn.Module]) -> bool:
     """Whether the code of a class writes to tensors in place."""
-    return _write(names_in_forward(kind))
-
-
-def _write(names: Collection[str]) -> bool:
-    return "data" in names or any(n.endswith("_") and not n.endswith("__") for n in names)
+    return write_tensors(names_in_forward(kind))
 
 
 def written_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -209,4 +210,4 @@ def written_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 def _walks(kind: type[nn.Module]) -> bool:
     """Whether the code of a class, or of functions that it calls, writes to parameters inside."""
     names = {n for fn in functions_reached(kind, "forward") for n in names_in(fn.__code__)}
-    return not _WALKS.isdisjoint(names) and _write(names)
+    return not _WALKS.isdisjoint(names) and write_tensors(names)

@@ -151,16 +151,18 @@ def shared_in_copies(model: nn.Module) -> dict[int, Any]:
 def running_copy_of(model: nn.Module) -> Iterator[None]:
     """Put back the state that a model shares with a copy that runs inside.
 
-    That is generators in its attributes, and the variables that its code may write.
+    That is generators in its attributes, and the variables that its code may write, with the model
+    itself where a hook closes over it.
     """
     states = rng.states_in(model)
-    variables, tensors = noted_variables(model)
-    restorers = [tensor_restorer(tensor) for tensor in tensors if is_state(tensor)]
+    variables = noted_variables(model)
+    written = [*filter(is_state, variables.tensors), *variables.parameters]
+    restorers = [*map(tensor_restorer, written)]
     try:
         yield
     finally:
         states.restore()
-        variables.put_back()
+        variables.state.put_back()
         for restore in restorers:
             restore()
 

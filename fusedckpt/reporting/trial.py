@@ -190,10 +190,12 @@ class _Backup:
 
     def add_variables(self, model: nn.Module, loss: Callable[..., Any] | None) -> None:
         """Note the variables that code of modules, their functions or the loss may write."""
-        noted, tensors = noted_variables(model, loss, objects=True)
-        self._undo.callback(noted.put_back)
-        for tensor in tensors:
+        noted = noted_variables(model, loss, objects=True)
+        self._undo.callback(noted.state.put_back)
+        for tensor in noted.tensors:
             self.add(tensor, is_attribute=True)
+        for parameter in noted.parameters:
+            self.add(parameter)
 
     def add(self, value: Any, is_attribute: bool = False) -> None:
         """Copy tensors, arrays and states of generators in `value`, and items of its containers."""

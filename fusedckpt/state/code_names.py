@@ -9,7 +9,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
@@ -139,6 +139,26 @@ def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names in a function's code, and in that of the functions inside."""
     for part in codes_in(code):
         yield from part.co_names
+
+
+def write_tensors(names: Collection[str]) -> bool:
+    """Whether code of these names writes to tensors: by a method that ends in "_", or `data`."""
+    return "data" in names or any(n.endswith("_") and not n.endswith("__") for n in names)
+
+
+@cache
+def writes_in_place(kind: type) -> bool:
+    """Whether the code of a class's forward may write to tensors, by `x += y` too."""
+    for fn in functions_reached(kind, "forward"):
+        if write_tensors({*names_in(fn.__code__)}):
+            return True
+        for code in codes_in(fn.__code__):
+            for instruction in dis.get_instructions(code):
+                # before Python 3.11 each is an operation of its own
+                is_binary = instruction.opname == "BINARY_OP" and instruction.argrepr[-1] == "="
+                if is_binary or instruction.opname.startswith("INPLACE_"):
+                    return True
+    return False
 
 
 def is_read_as_global(code: CodeType, name: str) -> bool:

@@ -7,17 +7,34 @@ to the default value of an argument, or draw from a generator of its Python modu
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from fusedckpt.autograd import private
 from fusedckpt.state import rng
-from fusedckpt.state.code_names import READ_PACKAGES, CodeRead, functions_reached, reads_in
-from fusedckpt.state.holders import CellContents, NamedAttributes, is_of_library, numbers_of
+from fusedckpt.state.code_names import (
+    READ_PACKAGES,
+    CodeRead,
+    functions_reached,
+    names_in,
+    reads_in,
+    values_named,
+    write_tensors,
+)
+from fusedckpt.state.holders import (
+    MOST_ENTRIES,
+    CellContents,
+    NamedAttributes,
+    contents_of,
+    holders_of,
+    is_of_library,
+    numbers_of,
+)
 from fusedckpt.state.noted import NotedState, is_collection, is_plain_class, with_state
 
 # packages of functions that are not looked into: ours note results of runs on trial
@@ -101,32 +118,103 @@ def variables_of_functions(functions: Iterable[Any]) -> Variables:
     return finder.found()
 
 
-def noted_variables(
-    model: nn.Module, *functions: Any, objects: bool = False
-) -> tuple[NotedState, list[Tensor]]:
+class NotedVariables(NamedTuple):
+    """The variables that code may write, as they were when they were noted."""
+
+    state: NotedState
+    # those among them of at most 256 MiB, which are not copied; larger ones are data
+    tensors: list[Tensor]
+    # those that hooks may write
+    parameters: list[nn.Parameter]
+
+
+def noted_variables(model: nn.Module, *functions: Any, objects: bool = False) -> NotedVariables:
     """Note the variables that the code of a model or of these functions may write.
 
-    Return them, and the tensors among them of at most 256 MiB, which are not copied; larger ones
-    are data. The code of a model is that of its modules' classes, of their hooks, and of functions
-    in their attributes. objects: whether to note plain objects in their attributes, too.
+    The code of a model is that of its modules' classes, of their hooks, and of functions in their
+    attributes. A module that a function names, as a hook that closes over the model does, is noted
+    with all modules inside. objects: whether to note plain objects in attributes, too.
     """
     noted = NotedState()
     tensors = list[Tensor]()
+    parameters = list[nn.Parameter]()
     seen = set[int]()
     called = [*functions]
     for module in model.modules():
         attributes = vars(module)
         called += attributes.values()
-        for name in private.HOOK_ATTRIBUTES:
-            called += attributes.get(name, {}).values()
+        hooks = [h for name in private.HOOK_ATTRIBUTES for h in attributes.get(name, {}).values()]
+        if any(map(_writes_tensors, hooks)):
+            parameters += module.parameters()
+        called += hooks
         if objects:
             tensors += noted.note([*attributes.values()], seen)
     kinds = dict.fromkeys(map(type, model.modules()))
+    reached = [fn for kind in kinds for fn in functions_reached(kind, "forward")]
+    for function in (*called, *reached):
+        for module in _modules_named(function):
+            tensors += _note_module(module, noted, seen)
+            if _writes_tensors(function):
+                parameters += module.parameters()
     for variables in (variables_of_functions(called), *map(variables_of, kinds)):
         for holder in variables.assigned:
             noted.note_contents(holder)
         tensors += noted.note(variables.objects(), seen)
-    return noted, [x for x in tensors if x.numel() * x.itemsize <= _MOST_BYTES]
+    small = [x for x in tensors if x.numel() * x.itemsize <= _MOST_BYTES]
+    return NotedVariables(noted, small, [*dict.fromkeys(parameters)])
+
+
+def _code_of(function: Any) -> FunctionType | None:
+    """Return the function whose code runs where an object of functions is called."""
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__func__
+    return function if isinstance(function, FunctionType) else None
+
+
+def _writes_tensors(function: Any) -> bool:
+    code = _code_of(function)
+    return code is not None and write_tensors({*names_in(code.__code__)})
+
+
+def _modules_named(function: Any) -> Iterator[nn.Module]:
+    """Yield the modules among the variables that a function names, and in containers there.
+
+    A copy of a model has copies of its methods' objects; functions are shared.
+    """
+    code = _code_of(function)
+    if code is None or (code.__module__ or "").partition(".")[0] in _NOT_LOOKED_INTO:
+        return
+    names = {*names_in(code.__code__)}
+    values = [*values_named(code, names), *(code.__defaults__ or ())]
+    for value in [*values, *(code.__kwdefaults__ or {}).values()]:
+        if isinstance(value, nn.Module):
+            yield value
+        elif is_collection(value) or is_plain_class(type(value)):
+            for holder in holders_of(value, of_callables=True):
+                yield from _modules_in(holder)
+
+
+def _modules_in(holder: Any) -> list[nn.Module]:
+    if len(holder) > MOST_ENTRIES:
+        return []
+    contents = contents_of(holder)
+    parts = contents.values() if isinstance(contents, dict) else contents
+    return [part for part in parts if isinstance(part, nn.Module)]
+
+
+def _note_module(root: nn.Module, noted: NotedState, seen: set[int]) -> list[Tensor]:
+    """Note the state of a module and those inside; return the tensors that are not parameters."""
+    tensors = list[Tensor]()
+    for module in root.modules():
+        attributes = vars(module)
+        if id(attributes) in seen or isinstance(module, ScriptModule):
+            continue
+        seen.add(id(attributes))
+        for holder in (attributes, module._parameters, module._buffers):
+            noted.note_contents(holder)
+        tensors += [buffer for buffer in module._buffers.values() if buffer is not None]
+        tensors += noted.note([*attributes.values()], seen)
+    return tensors
 
 
 class _VariableFinder:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from own_mlps import D, H
 from support import DEVICE, randn
+from torch import nn
 from zoo import MLP, LlamaRMSNorm
 
-from fusedckpt import fuse
+from fusedckpt import fuse, plan, report
 
 LOSSES = []
 NESTED = types.SimpleNamespace(losses={"aux": []}, calls=0)
@@ -136,3 +137,38 @@ def test_garbage_collected_meanwhile_is_not_of_the_forward(monkeypatch):
     assert collections
     assert [*report.swapped] == [""]
     assert gc.isenabled()
+
+
+def _close_over(model):
+    """Hooks that count in the model, and scale a weight of another module."""
+
+    def count(module, args, y):
+        model.calls += 1
+        model.seen.append(y)
+        model.steps.add_(1)
+
+    def scale(module, args):
+        module.weight.data.mul_(2)
+        model[1].fc1.bias.data.add_(1)
+
+    model.calls, model.seen = 0, []
+    model.register_buffer("steps", torch.zeros(1))
+    model[0].register_forward_hook(count)
+    model[0].register_forward_pre_hook(scale)
+
+
+def test_models_that_hooks_close_over_stay():
+    x = randn(3, D)
+    runs = {
+        "fuse": lambda model: fuse(model, example_inputs=(x,)),
+        "report": lambda model: report(model, x),
+        "plan": lambda model: plan(model, x, policy="all", progress=False),
+    }
+    for name, run in runs.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LayerNorm(D), MLP(D, H)).to(DEVICE)
+        _close_over(model)
+        before = [p.detach().clone() for p in model.parameters()]
+        run(model)
+        assert (model.calls, len(model.seen), model.steps.item()) == (0, 0, 0), name
+        torch.testing.assert_close([p.detach() for p in model.parameters()], before)
