@@ -59,6 +59,30 @@ def _recipe_of_norm(n: Tensor, parameters: Sequence[Tensor | None]) -> Made | No
     return made
 
 
+def in_order(n: Tensor, order: Sequence[int]) -> Tensor:
+    """Return a copy of a norm's result with its axes in another order in memory, and its recipe."""
+    known = index.known_of(n)
+    copy = n.permute(*order).contiguous()
+    if known is not None and known.maker == index.NORM:
+        index.put(copy, index.NORM, partial(_recipe_in_order, order), *known.parameters)
+    return copy
+
+
+def _recipe_in_order(
+    order: Sequence[int], copy: Tensor, parameters: Sequence[Tensor | None]
+) -> Made | None:
+    """Return the source of a copy of a norm's result, see `index.Source`."""
+    node: Any = copy.grad_fn
+    while not hasattr(node, "call"):
+        ((node, _),) = node.next_functions
+    x = index.saved_view(node)
+    if x is None:
+        return None
+    norm = partial(_normalized, node.call, [p is not None for p in parameters])
+    leaves = [Leaf(p) for p in parameters if p is not None]
+    return Made("norm", lambda *xs: norm(*xs).permute(*order).contiguous(), [x, *leaves], [copy])
+
+
 def made_of_plain_norm(node: Any, n: Tensor) -> Made | None:
     """Return the recipe of a norm's result by its node, None for other nodes.
 

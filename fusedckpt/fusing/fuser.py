@@ -21,6 +21,7 @@ from fusedckpt.fusing.fuse_report import FuseReport
 from fusedckpt.fusing.fused_heads import find_heads
 from fusedckpt.fusing.match_shared import find_shared
 from fusedckpt.fusing.mixers import arguments_of, find_mixers
+from fusedckpt.fusing.norms import copying_inputs
 from fusedckpt.fusing.recipe_models import find_recipe_model, gain_on_batch
 from fusedckpt.fusing.search import Names, Search, patterns
 from fusedckpt.fusing.swap import made_of, original_of, undo
@@ -183,7 +184,9 @@ def fuse(
 def _apply(search: Search) -> None:
     """Change the classes of the modules that were found."""
     store = search.store
+    names = {module: name for name, module in search.modules.items()}
     for module, swap in search.swaps:
+        swap = copying_inputs(names.get(module, ""), swap, search.modules)
         swap.storing(store).apply(module)
     if store is not None:
         search.report.notes.append(f"store={store!r}: inputs are kept in nine bits a value")

@@ -11,7 +11,8 @@ dtypes where a rule gives its results on random numbers.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
@@ -36,9 +37,11 @@ from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.layers import fallbacks, sharded
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.gated_norm import gated_rms_norm
+from fusedckpt.layers.input_copies import InputCopies
 from fusedckpt.layers.norm import LayerNorm, NormOptions, RMSNorm
 from fusedckpt.layers.notes import NO_NOTES, NOTES
-from fusedckpt.state.code_names import defining_class
+from fusedckpt.state.code_names import defining_class, writes_in_place
+from fusedckpt.state.holders import is_of_library
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
 # offsets and casts of RMSNorms. Llama's and Gemma's first: torch's differs from the third only
@@ -102,6 +105,8 @@ class NormMatch(NamedTuple):
     autocasts: bool = True
     # the gate by which it multiplies, None without one
     gate: Gate | None = None
+    # whether the result has the strides of an input that is not contiguous
+    keeps_strides: bool = False
 
     def reader(self) -> Reader:
         """Return the reader of the match's state in calls."""
@@ -212,9 +217,15 @@ def normalized(
     module: nn.Module, match: NormMatch, x: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return the norm that a match describes; note its inputs for readers of the result."""
+    if match.keeps_strides and not x.is_contiguous():
+        rows = match._replace(keeps_strides=False)
+        return _with_strides(lambda x: normalized(module, rows, x, weight, bias), x)
     shape = x.shape[-1:] if weight is None else weight.shape
     eps = getattr(module, match.eps) if isinstance(match.eps, str) else match.eps
-    store = module.__dict__.get(NOTES, NO_NOTES).store
+    notes = module.__dict__.get(NOTES, NO_NOTES)
+    store = notes.store
+    if notes.input_copies is not None and notes.input_copies.is_on:
+        x = notes.input_copies.input_of(x)
     if match.kind == "layer":
         weight = weight + match.offset if weight is not None and match.offset else weight
         options = NormOptions("layer_norm", "layer", shape, eps, store=store)
@@ -225,6 +236,42 @@ def normalized(
     if match.casts_back and y.dtype != x.dtype:
         return y.to(x.dtype)
     return reader.note_norm(module, y, weight, bias)
+
+
+def copying_inputs(name: str, swap: Swap, modules: Mapping[str, nn.Module]) -> Swap:
+    """Return the swap of an RMSNorm that copies inputs which the code around it writes.
+
+    modules: of the model, by name.
+    """
+    match = swap.notes.get("match")
+    is_rms = isinstance(match, NormMatch) and match.kind == "rms" and match.gate is None
+    if not (is_rms or issubclass(swap.new_class, RMSNorm)):
+        return swap
+    while name:
+        name = name.rpartition(".")[0]
+        kind = type(modules[name])
+        if not is_of_library(kind):
+            if writes_in_place(kind):
+                return replace(swap, notes={**swap.notes, "input_copies": InputCopies()})
+            break
+    return swap
+
+
+def _with_strides(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return norm(x) with the strides that functions of single elements give it.
+
+    Code may call `view` on it, or write to it through `reshape`, which is a view or a copy.
+    """
+    strides = torch.empty_like(x, device="meta").stride()
+    dims = range(x.dim())
+    order = sorted(dims, key=lambda dim: -strides[dim])
+    inverse = [order.index(dim) for dim in dims]
+    if order == [*dims]:
+        return norm(x)
+    if order[-1] == dims[-1]:
+        # the rows of x are rows in memory
+        return norm(x.permute(*order)).permute(*inverse)
+    return reader.in_order(norm(x), order).permute(*inverse)
 
 
 def _gated(
@@ -513,9 +560,18 @@ def _proven_rule(
     dtypes = [*pairs] if names else [(d, d) for d in CHECKED_DTYPES]
     trial = RuleTrial(module, [x], draw.values, dtypes)
     best = best_rule(trial, candidates)
+    if best is not None:
+        best = best._replace(keeps_strides=_keeps_strides(module, x, draw))
     if best is not None and best.kind == "layer":
         return best._replace(casts_back=_casts_back(trial))
     return best
+
+
+def _keeps_strides(module: nn.Module, x: Tensor, draw: Draw) -> bool:
+    """Whether a module's result has the strides of its input, in whatever order its axes lie."""
+    turned = x.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    y = RuleTrial(module, [turned], draw.values, ()).result((torch.float32, torch.float32))
+    return y is not None and y.stride() == turned.stride()
 
 
 def _proven_gated_rule(

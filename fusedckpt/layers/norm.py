@@ -326,6 +326,9 @@ def _called(norm: nn.Module, options: NormOptions, x: Tensor, weight: Any, bias:
     """Run a module's call; note the inputs for readers of its result, or why eager ran."""
     if private.num_function_modes() and tracker.sees_alone():
         return tracker.outside_mode(_called, norm, options, x, weight, bias)
+    copies = norm.__dict__.get(NOTES, NO_NOTES).input_copies
+    if copies is not None and copies.is_on:
+        x = copies.input_of(x)
     y = run_layer(options, x, (weight, bias))
     if y is not None:
         return reader.note_norm(norm, y, weight, bias)

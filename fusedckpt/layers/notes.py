@@ -31,6 +31,8 @@ class ModuleNotes:
     save: str = "inputs"
     # how its input is saved: "int8", or None as it is
     store: str | None = None
+    # of an RMSNorm in code that writes in place: copies its input
+    input_copies: Any = None
     # the kinds of functions by which attention or a mixer mixes tokens
     mixes: frozenset[str] = frozenset()
     # a call of attention that gained little, which later ones like it need not recompute

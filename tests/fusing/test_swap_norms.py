@@ -39,6 +39,7 @@ import fusedckpt
 from fusedckpt import fuse, unfuse
 from fusedckpt.fusing.norms import FusedNorm
 from fusedckpt.fusing.swap import subclass
+from fusedckpt.memory import saved_tensors
 from fusedckpt.recipes.shared_layers import SharedNorm
 
 FOUND = {
@@ -314,3 +315,81 @@ class ShiftedInFloat32(InFloat32):
 
 def test_another_norm_in_float32_is_left():
     assert fuse(ShiftedInFloat32(D).to(DEVICE)).swapped == {}
+
+
+# the forward of "over rows" raises for most
+@pytest.mark.parametrize("name", [name for name in FOUND if name != "over rows"])
+def test_results_lie_in_memory_as_those_of_the_class(name):
+    make, _ = FOUND[name]
+    norm = make().to(DEVICE)
+    fused = copy.deepcopy(norm)
+    fuse(fused)
+    for axes in ((0, 1, 2), (1, 0, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)):
+        sizes = [(2, 3, D)[axis] for axis in axes]
+        x = randn(*sizes).permute([axes.index(axis) for axis in range(3)])
+        for part in (x, torch.stack([x, x]).transpose(1, 2)):
+            expected, y = norm(part), fused(part)
+            assert y.stride() == expected.stride()
+            torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("axes", [(0, 2, 1), (1, 0, 2)])
+def test_linears_save_nothing_of_a_norm_in_another_order_in_memory(axes):
+    model = nn.Sequential(Llama(), nn.Linear(D, D, bias=False)).to(DEVICE)
+    eager = copy.deepcopy(model)
+    fuse(model)
+    base = randn(2, 3, D).permute(axes).contiguous().requires_grad_()
+    x = base.permute([axes.index(axis) for axis in range(3)])
+    with saved_tensors([base]) as saved:
+        y = model(x)
+    assert saved.nbytes == 0
+    dy = randn(2, 3, D)
+    weights = [*model.parameters()]
+    expected = torch.autograd.grad(eager(x), [base, *eager.parameters()], dy)
+    torch.testing.assert_close(torch.autograd.grad(y, [base, *weights], dy), expected)
+
+
+class InPlace(nn.Module):
+    """A block that adds to its input in place, if asked to."""
+
+    def __init__(self, norm, writes=True):
+        super().__init__()
+        self.norm, self.linear, self.writes = norm, nn.Linear(D, D), writes
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        if self.writes:
+            x += y
+            return x
+        return x + y
+
+
+@pytest.mark.parametrize("make", [Llama, Gemma])
+def test_inputs_in_half_precision_may_be_written_after_the_norm(make):
+    model = nn.Sequential(nn.Linear(D, D), InPlace(make()), InPlace(make()))
+    model = model.to(DEVICE, torch.bfloat16)
+    eager = copy.deepcopy(model)
+    fuse(model)
+    for _ in range(6):
+        x = randn(5, D, dtype=torch.bfloat16)
+        grads = []
+        for net in (eager, model):
+            y = net(x)
+            grads.append(torch.autograd.grad(y.float().square().sum(), [*net.parameters()]))
+        errors = [(a - b).norm() / b.norm() for a, b in zip(*grads, strict=True)]
+        assert max(errors) < 0.03
+
+
+def test_inputs_that_no_code_writes_are_copied_in_the_first_calls_alone():
+    model = nn.Sequential(nn.Linear(D, D), InPlace(nn.RMSNorm(D), writes=False))
+    model = model.to(DEVICE, torch.bfloat16)
+    fuse(model)
+    sizes = []
+    for _ in range(6):
+        x = randn(5, D, dtype=torch.bfloat16)
+        with saved_tensors([x]) as saved:
+            model(x)
+        sizes.append(saved.nbytes // x.nbytes)
+    # the norm's input, or a copy of it, which nothing else saves
+    assert sizes == [1] * 6
+    assert not model[1].norm._fusedckpt.input_copies.is_on
