@@ -1,13 +1,17 @@
 """Triton's interpreter without what it computes again and again: its numbers stay what they are.
 
 It spends its time on the types of a kernel's tensors, not on their numbers. A type is computed
-once here, what two types become together is found once, and the language is patched once a process.
+once here, what a function does for its types is recorded once, and the language is patched once a
+process.
 """
 
 import math
 import os
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -104,8 +108,195 @@ def share_types_of_arguments() -> None:
     tl.str_to_ty = lru_cache(None)(tl.str_to_ty)
 
 
-def call_builtins_directly() -> None:
-    """Give each of Triton's functions its semantic without looking through its arguments."""
+# functions of Triton's language and of its tensors: what these do is told by types and constants
+REPEATED = {
+    *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "neg"),
+    *("and", "or", "xor", "invert", "lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"),
+    *("load", "store", "where", "cast", "to", "getitem", "expand_dims", "broadcast_to", "reshape"),
+    *("trans", "dot", "fma", "maximum", "minimum", "abs", "exp", "exp2", "log", "log2", "erf"),
+    *("sqrt", "sqrt_rn", "rsqrt", "div_rn", "sin", "cos", "floor"),
+}
+# the types of constants, but for Triton's own
+CONSTANTS = {bool, int, float, str, type(None)}
+
+
+class State(threading.local):
+    """Of a thread: the semantic of a call that is recorded, and whether the call read a number."""
+
+    semantic = None
+    has_read = reads = False
+
+
+state = State()
+
+
+class Recorder:
+    """Triton's builder, which notes its calls that take or return numbers."""
+
+    def __init__(self, builder):
+        self._builder, self.calls = builder, []
+
+    def __getattr__(self, name):
+        member = getattr(self._builder, name)
+        if not callable(member):
+            return member
+
+        def noted(*args, **kwargs):
+            result = member(*args, **kwargs)
+            if any(type(x) is interpreter.TensorHandle for x in (result, *args)):
+                self.calls.append((member, args, kwargs, result))
+            return result
+
+        return noted
+
+
+class Rule(NamedTuple):
+    """What a function does for types and constants: no steps where that is unclear.
+
+    Values are numbered: first the handles of tensors, then results of steps.
+    """
+
+    # calls of the builder: the function, the places of its arguments, other arguments
+    steps: list
+    # the one step's function, if it takes the handles as they are
+    only: Callable | None = None
+    # which value the result has, and all else of the result
+    last: int = 0
+    facts: dict | None = None
+    # so that ids stay theirs
+    kept: object = None
+
+
+def repeated(function, builder, reads):
+    """Return a function of Triton that finds once what the builder is to do.
+
+    Later calls make the same calls of the builder, without Triton's checks of types. reads: whether
+    the function asks arguments of one number, and them alone, whether they are zero.
+    """
+    rules, semantic, new, tensor = {}, TritonSemantic(builder), object.__new__, tl.tensor
+
+    def called(*args, _semantic=None, **kwargs):
+        key, handles = [], []
+        for x in args if not kwargs else (*args, *kwargs, *kwargs.values()):
+            if type(x) is tensor:
+                handles.append(x.handle)
+                key.append(id(x.type))
+                if reads:
+                    key.append(x.handle.data.size == 1)
+            else:
+                key.append(constant(x))
+        key = tuple(key)
+        rule = rules.get(key)
+        if rule is None or state.semantic is not None:
+            if None in key or state.semantic is not None:
+                return function(*args, _semantic=state.semantic or semantic, **kwargs)
+            rules[key], result = record(function, builder, reads, args, kwargs)
+            return result
+        steps, only, last, facts, _ = rule
+        if only is not None:
+            handle = only(*handles)
+        elif steps:
+            for member, places, given, named in steps:
+                given = given.copy()
+                for index, source in places:
+                    given[index] = handles[source]
+                handles.append(member(*given, **named))
+            handle = handles[last]
+        else:
+            return function(*args, _semantic=semantic, **kwargs)
+        made = new(tensor)
+        made.__dict__.update(facts)
+        made.handle = handle
+        return made
+
+    return called
+
+
+def constant(x):
+    """Return what tells a constant from others, None if nothing does."""
+    kind = type(x)
+    if kind is tl.constexpr:
+        x = x.value
+        kind = type(x)
+    if kind in CONSTANTS:
+        # -0.0 equals 0.0, and True 1
+        return kind, x or repr(x)
+    if kind in (tuple, list, tl.tuple):
+        parts = tuple(map(constant, x))
+        return None if None in parts else parts
+    if isinstance(x, tl.dtype):
+        return kind, x
+    return "all" if kind is slice and x == slice(None) else None
+
+
+def record(function, builder, reads, args, kwargs):
+    """Call a function; return what it does, and its result."""
+    recorder, tensors = Recorder(builder), []
+    # each with a handle of its own, by which it is known
+    args = [fresh(x, tensors) for x in args]
+    kwargs = {name: fresh(x, tensors) for name, x in kwargs.items()}
+    state.semantic, state.has_read, state.reads = TritonSemantic(recorder), False, reads
+    try:
+        result = function(*args, _semantic=state.semantic, **kwargs)
+    finally:
+        state.semantic = None
+    rule = Rule([]) if state.has_read else rule_of(recorder.calls, tensors, result)
+    return rule._replace(kept=[tensor.type for tensor in tensors]), result
+
+
+def fresh(x, tensors):
+    """Return an argument, a tensor with another handle, and add a tensor."""
+    if type(x) is tl.tensor and type(x.handle) is interpreter.TensorHandle:
+        handle = x.handle
+        x = tl.tensor(interpreter.TensorHandle(handle.data, handle.dtype, handle.attr), x.type)
+    if type(x) is tl.tensor:
+        tensors.append(x)
+    return x
+
+
+def rule_of(calls, tensors, result):
+    """Return the calls of the builder that led from tensors to a result."""
+    sources, steps = {id(tensor.handle): i for i, tensor in enumerate(tensors)}, []
+    for member, args, kwargs, made in calls:
+        inside = [y for x in args if isinstance(x, (list, tuple)) for y in x]
+        if any(type(y) is interpreter.TensorHandle for y in (*inside, *kwargs.values())):
+            return Rule([])
+        places = [(i, sources[id(x)]) for i, x in enumerate(args) if id(x) in sources]
+        if not places:
+            # a constant, which what writes to it would change for all
+            made.data.setflags(write=False)
+            continue
+        steps.append((member, places, [None if id(x) in sources else x for x in args], kwargs))
+        if made is not None:
+            sources[id(made)] = len(tensors) + len(steps) - 1
+    has_handles = all(type(tensor.handle) is interpreter.TensorHandle for tensor in tensors)
+    if type(result) is not tl.tensor or not steps or not has_handles:
+        return Rule([])
+    # a store has none
+    last = -1 if result.handle is None else sources.get(id(result.handle))
+    if last is None:
+        return Rule([])
+    facts = {name: value for name, value in result.__dict__.items() if name != "handle"}
+    member, places, given, named = steps[0]
+    in_order = places == [(i, i) for i in range(len(tensors))] and len(given) == len(tensors)
+    only = member if in_order and len(steps) == 1 and not named else None
+    return Rule(steps, only, last, facts)
+
+
+def note_reads() -> None:
+    """Note where Triton reads a number: what it does then is not told by types."""
+    for name in ("__bool__", "__index__"):
+        read = getattr(tl.tensor, name)
+
+        def noted(self, read=read):
+            state.has_read = state.has_read or not state.reads or self.handle.data.size == 1
+            return read(self)
+
+        setattr(tl.tensor, name, noted)
+
+
+def repeat_calls_of_the_builder() -> None:
+    """Give Triton's functions their semantic, and let most of them repeat what they did."""
     checks = tl.load.__code__
 
     def patch(obj, name, member, builder, scope):
@@ -115,11 +306,50 @@ def call_builtins_directly() -> None:
         semantic = TritonSemantic(builder)
 
         def called(*args, _semantic=None, **kwargs):
-            return function(*args, _semantic=semantic, **kwargs)
+            return function(*args, _semantic=state.semantic or semantic, **kwargs)
 
+        if is_checked and name.strip("_") in REPEATED:
+            called = repeated(function, builder, reads=name in ("load", "store"))
         scope.set_attr(obj, name, called)
 
     interpreter._patch_attr = patch
+
+
+def make_handles_quickly() -> None:
+    """Compare the size of numbers with their type once, and share attributes until one is set."""
+    kind, check, known = interpreter.TensorHandle, interpreter._validate_np_data_size, {}
+    kind.attr = {}
+
+    def init(self, data, dtype, attr=None):
+        self.data, self.dtype = data, dtype
+        if attr:
+            self.attr = attr
+        if (id(dtype), data.itemsize) not in known:
+            self.__post_init__()
+            # with the type, so that its id stays its
+            known[id(dtype), data.itemsize] = dtype
+
+    def set_attr(self, key, value):
+        self.attr = {**self.attr, key: value}
+
+    def binary_op(self, lhs, rhs, op):
+        output, dtype = op(lhs.data, rhs.data), lhs.dtype.scalar
+        if (id(dtype), output.itemsize) not in known and not check(output, dtype):
+            output = output.astype(interpreter._get_np_dtype(dtype))
+        return kind(output, dtype)
+
+    def create_expand_dims(self, arg, axis):
+        return kind(arg.data[(slice(None),) * axis + (None,)], arg.dtype.scalar)
+
+    def create_broadcast(self, arg, shape):
+        output = np.empty(shape, arg.data.dtype)
+        output[...] = arg.data
+        return kind(output, arg.dtype.scalar)
+
+    kind.__init__, kind.set_attr = init, set_attr
+    builder = type(interpreter.interpreter_builder)
+    builder.binary_op, builder.create_expand_dims = binary_op, create_expand_dims
+    builder.create_broadcast = create_broadcast
 
 
 def compute_arrays_at_once() -> None:
@@ -194,9 +424,17 @@ def patch_once() -> None:
         if module not in patched:
             patched.add(module)
             patch(fn)
+            note_reads()
         return none()
 
     interpreter._patch_lang = patch_new
+
+
+def widen_sums() -> None:
+    """Sum more columns in a program, which takes the time of its Python."""
+    from fusedckpt.kernels import partials
+
+    partials.SUM_TILE.update(BLOCK_M=16, BLOCK_N=256)
 
 
 def patch() -> None:
@@ -208,10 +446,12 @@ def patch() -> None:
         share_shapes()
         remember_operands()
         share_types_of_arguments()
-        call_builtins_directly()
+        repeat_calls_of_the_builder()
+        make_handles_quickly()
         compute_arrays_at_once()
         shift_bfloat16()
         look_up_dtypes()
         skip_overflow_checks()
         take_tensors_as_they_are()
         patch_once()
+        widen_sums()
