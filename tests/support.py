@@ -68,7 +68,13 @@ def leaves_of(inputs: Inputs) -> list[Tensor]:
 
 def results(fn: Function, inputs: Inputs, douts: Sequence[Tensor]) -> list[Tensor]:
     """Return outputs, then the gradient of every input that requires one."""
-    outputs = as_tuple(fn(*inputs))
+    return outputs_and_gradients(as_tuple(fn(*inputs)), inputs, douts)
+
+
+def outputs_and_gradients(
+    outputs: Sequence[Tensor], inputs: Inputs, douts: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return outputs, then their gradients of every input that requires one."""
     wanted = leaves_of(inputs)
     grads = []
     if wanted:
@@ -104,9 +110,9 @@ def compare(
     number, draws = 0, 1
     while number < draws:
         inputs = make_inputs()
-        with torch.no_grad():
-            douts = [make_douts(y) for y in as_tuple(eager(*inputs))]
-        ours, theirs = results(fused, inputs, douts), results(eager, inputs, douts)
+        outputs = as_tuple(eager(*inputs))
+        douts = [make_douts(y.detach()) for y in outputs]
+        ours, theirs = results(fused, inputs, douts), outputs_and_gradients(outputs, inputs, douts)
         truth = results(eager, in_float64(inputs), douts)
         sums = sums or [Errors(t.dtype) for t in ours]
         for errors, a, b, t in zip(sums, ours, theirs, truth, strict=True):
