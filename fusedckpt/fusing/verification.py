@@ -200,13 +200,14 @@ def _errors_over_draws(
     dtype = _dtype_of(module)
     device = _device_of(module)
     unguarded = _without_guards(swap)
+    truth_dtype = _truth_dtype(swap, draw(0), device)
     results: list[Errors] = []
     for seed in range(max(least, FEWEST)):
         if seed >= least and not any(errors.is_few for errors in results):
             break
         run = draw(seed)
         references = []
-        for dtype_of_reference in (_truth_dtype(swap, run, device), dtype):
+        for dtype_of_reference in (truth_dtype, dtype):
             try:
                 references.append(run.results(dtype_of_reference, device))
             except Exception:  # arbitrary user code, in a dtype that it may not support
