@@ -320,7 +320,8 @@ def _statistics(
 
 
 def _pack(packed: list[Saved], floor: int, tensor: Tensor) -> View | Leaf:
-    saved = Leaf(tensor) if tensor.nbytes < floor else unfilled()
+    # a compiler may trace this, and has no `nbytes` of dynamic shapes
+    saved = Leaf(tensor) if tensor.numel() * tensor.itemsize < floor else unfilled()
     packed.append((saved, tensor))
     return saved
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fusedckpt
 from fusedckpt.autograd import tracker
-from fusedckpt.recipes import dropouts
+from fusedckpt.autograd.recipes import Leaf
+from fusedckpt.recipes import dropouts, recipe_mode
 
 pytestmark = pytest.mark.usefixtures("any_size")
 
@@ -179,6 +180,14 @@ def test_a_compiled_module_inside(dynamic):
     ours = with_recipes(eager)
     ours[1] = torch.compile(ours[1], backend="aot_eager", dynamic=dynamic)
     torch.testing.assert_close(step(ours, x)[:2], expected[:2])
+
+
+def test_the_hook_of_saved_tensors_is_traced():
+    """A compiler traces it where compiled code breaks off inside of a model with recipes."""
+    pack = torch.compile(recipe_mode._pack, backend="eager", dynamic=True)
+    x, packed = torch.ones(3, 4), []
+    assert pack(packed, x.nbytes + 1, x).__class__ is Leaf
+    assert [tensor is x for _, tensor in packed] == [True]
 
 
 def test_the_random_state_of_a_dropout():
