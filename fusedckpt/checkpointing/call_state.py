@@ -15,7 +15,8 @@ changed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -26,12 +27,14 @@ from fusedckpt.autograd.backward import versions_of
 from fusedckpt.checkpointing.written_tensors import Buffer, WrittenTensors
 from fusedckpt.state.holders import ATOMS, contents_of, has, put_back
 from fusedckpt.state.noted import NotedState
-from fusedckpt.state.variables import NO_VARIABLES, variables_of
+from fusedckpt.state.variables import NO_VARIABLES, variables_of, variables_of_functions
 
 # of attributes that `fuse` adds, which no forward writes
 _OURS = "_fusedckpt"
 # dicts of a module, of which a forward may replace some entries
 _MEMBERS = "_parameters", "_buffers", "_modules"
+# of attributes that a forward may call
+_HELD = FunctionType, MethodType, partial
 # classes of the parts of most tuples among arguments
 _FLAT = ATOMS | {Tensor}
 
@@ -110,6 +113,7 @@ class CallState:
         buffers = list[Buffer]()
         objects = list[Any]()
         classes = dict[type, None]()
+        functions = list[Any]()
         for module in modules:
             kind = type(module)
             if isinstance(module, ScriptModule):
@@ -133,9 +137,15 @@ class CallState:
                 if buffer is not None:
                     buffers.append(Buffer(kind, buffer, versions_of(buffer)[0]))
             for name in _own_names(tuple(contents)):
-                objects.append(contents[name])
-        for kind in classes:
-            variables = variables_of(kind)
+                value = contents[name]
+                objects.append(value)
+                if value.__class__ in _HELD:
+                    functions.append(value)
+        found = [variables_of(kind) for kind in classes]
+        if functions:
+            # that the forward may call
+            found.append(variables_of_functions(functions))
+        for variables in found:
             if variables is NO_VARIABLES:
                 continue
             objects += variables.objects()

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
-from collections.abc import Callable, Collection, Iterator
-from functools import cache
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cache, lru_cache
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -71,17 +71,33 @@ def functions_reached(
     Of functions, those of the files and packages of the callers. ends: tells of which functions the
     code is not looked into.
     """
+    return _with_callees([*methods_of(kind, method)], kind, ends)
+
+
+def functions_from(fn: FunctionType) -> Iterator[FunctionType]:
+    """Yield a function, and functions that it calls, of its file or package."""
+    return _with_callees([fn], None, lambda _: False)
+
+
+def _with_callees(
+    queue: list[FunctionType], kind: type | None, ends: Callable[[Any], bool]
+) -> Iterator[FunctionType]:
+    """Yield the functions in a queue, and those that they call; kind: the class of methods."""
     seen = set[CodeType]()
-    queue = [*methods_of(kind, method)]
     for fn in queue:
         if fn.__code__ in seen or len(seen) > _MOST_FUNCTIONS:
             continue
         seen.add(fn.__code__)
         yield fn
         names = {*names_in(fn.__code__)}
-        for value in (*values_named(fn, names), *class_attributes(kind, names)):
+        values = [*values_named(fn, names)]
+        if kind is not None:
+            values += class_attributes(kind, names)
+        for value in values:
             if isinstance(value, FunctionType) and _belongs_to(value, fn) and not ends(value):
                 queue.append(inspect.unwrap(value))
+        if kind is None:
+            continue
         for name in names:
             queue += methods_of(kind, name) if not hasattr(nn.Module, name) else ()
 
@@ -104,19 +120,28 @@ def _belongs_to(fn: FunctionType, caller: FunctionType) -> bool:
 
 def values_named(fn: FunctionType, names: set[str]) -> Iterator[Any]:
     """Yield the values of a function's globals and closed-over variables, and of modules' names."""
-    for code in codes_in(fn.__code__):
-        for instruction in dis.get_instructions(code):
-            if instruction.opname == "LOAD_GLOBAL":
-                value = fn.__globals__.get(instruction.argval)
-                if isinstance(value, ModuleType):
-                    yield from (vars(value).get(name) for name in names)
-                yield value
+    for global_name in _globals_in(fn.__code__):
+        value = fn.__globals__.get(global_name)
+        if isinstance(value, ModuleType):
+            yield from (vars(value).get(name) for name in names)
+        yield value
     for cell in fn.__closure__ or ():
         try:
             yield cell.cell_contents
         except ValueError:
             # not assigned yet
             continue
+
+
+@lru_cache(1 << 10)
+def _globals_in(function: CodeType) -> Sequence[str]:
+    """Return the names of global variables that a function's code loads, in their order."""
+    names = dict[str, None]()
+    for code in codes_in(function):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "LOAD_GLOBAL":
+                names[instruction.argval] = None
+    return [*names]
 
 
 def defining_class(kind: type, method: str) -> type:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
-from types import CellType, FunctionType, MethodType, ModuleType
+from functools import cache, lru_cache, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from fusedckpt.state import rng
 from fusedckpt.state.code_names import (
     READ_PACKAGES,
     CodeRead,
+    functions_from,
     functions_reached,
     names_in,
     reads_in,
@@ -52,8 +53,8 @@ class Variables(NamedTuple):
     cells: Sequence[CellType]
     # default values of arguments
     defaults: Sequence[Any]
-    # holders of variables that functions assign, and of counters of classes
-    assigned: Sequence[NamedAttributes | CellContents]
+    # holders of variables that functions assign, of counters of classes and attributes of functions
+    assigned: Sequence[NamedAttributes | CellContents | dict[str, Any]]
 
     def objects(self) -> list[Any]:
         """Return the objects in the variables."""
@@ -113,9 +114,20 @@ def variables_of_functions(functions: Iterable[Any]) -> Variables:
         elif isinstance(fn, MethodType):
             finder.defaults.append(fn.__self__)
             queue.append(fn.__func__)
-        elif isinstance(fn, FunctionType):
-            finder.add_functions((fn,))
+        elif isinstance(fn, FunctionType) and not _is_foreign(fn):
+            finder.add_functions(functions_from(fn))
+            # its attributes
+            finder.assigned[id(fn)] = vars(fn)
     return finder.found()
+
+
+def _is_foreign(fn: FunctionType) -> bool:
+    return (fn.__module__ or "").partition(".")[0] in _NOT_LOOKED_INTO
+
+
+@lru_cache(1 << 10)
+def _reads_of(code: CodeType) -> Sequence[CodeRead]:
+    return [*reads_in(code)]
 
 
 class NotedVariables(NamedTuple):
@@ -182,7 +194,7 @@ def _modules_named(function: Any) -> Iterator[nn.Module]:
     A copy of a model has copies of its methods' objects; functions are shared.
     """
     code = _code_of(function)
-    if code is None or (code.__module__ or "").partition(".")[0] in _NOT_LOOKED_INTO:
+    if code is None or _is_foreign(code):
         return
     names = {*names_in(code.__code__)}
     values = [*values_named(code, names), *(code.__defaults__ or ())]
@@ -222,7 +234,7 @@ class _VariableFinder:
         # by table and name, by cell, and by holder's owner and name: each once
         self.tables: dict[tuple[int, str], tuple[Mapping[str, Any], str]] = {}
         self.cells: dict[int, CellType] = {}
-        self.assigned: dict[Any, NamedAttributes | CellContents] = {}
+        self.assigned: dict[Any, NamedAttributes | CellContents | dict[str, Any]] = {}
         self.defaults: list[Any] = []
 
     def found(self) -> Variables:
@@ -239,11 +251,11 @@ class _VariableFinder:
 
     def add_functions(self, functions: Iterable[FunctionType]) -> None:
         for fn in functions:
-            if (fn.__module__ or "").partition(".")[0] in _NOT_LOOKED_INTO:
+            if _is_foreign(fn):
                 continue
             self.add_cells(fn)
             self.defaults += [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-            for read in reads_in(fn.__code__):
+            for read in _reads_of(fn.__code__):
                 if read.root == "global":
                     self._add_global(fn, read)
                 elif read.root == "free" and read.is_written and not read.attributes:

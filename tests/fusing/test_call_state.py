@@ -334,6 +334,32 @@ class OfItsFile(Case):
         return NUM_CALLS, STATE.num_calls, STATE.seen, SEEN, advanced.__defaults__, AMAX
 
 
+def held():
+    """Count in its own attribute, and in variables that a helper names."""
+    held.calls += 1
+    return advanced()
+
+
+held.calls = 0
+
+
+class Held(OfItsFile):
+    """A function in an attribute of the module."""
+
+    def prepare(self, module):
+        module.factor = held
+
+    def scale(self, module, x, given):
+        return module.factor()
+
+    def reset(self, module):
+        super().reset(module)
+        held.calls = 0
+
+    def after(self, module):
+        return *super().after(module), held.calls
+
+
 class Unfused(Case):
     def between(self, module):
         if "_fusedckpt" in vars(module):
@@ -365,7 +391,7 @@ RIGHT = [
     Statistics,
     Replaced,
 ]
-RIGHT += [Growing, ReplacedLater, AVariable, AConfig, Closed, OfItsFile, Unfused, OwnValues]
+RIGHT += [Growing, ReplacedLater, AVariable, AConfig, Closed, OfItsFile, Held, Unfused, OwnValues]
 
 
 def models(case):
