@@ -8,6 +8,8 @@ there. A fused norm saves x itself, and autograd would raise.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,10 @@ class InputCopies:
         self._is_written = False
         # tensors that count the writes to an input, which may be freed, and the counts at the call
         self._counters: list[tuple[Tensor, int]] = []
+
+    def __reduce__(self) -> Any:
+        """Let a copy begin anew, as copies of tensors count from 0."""
+        return InputCopies, ()
 
     def input_of(self, x: Tensor) -> Tensor:
         """Return the tensor that the norm of x reads and saves: a copy, or x itself."""
