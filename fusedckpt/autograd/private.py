@@ -433,6 +433,34 @@ def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
     return node.next_functions
 
 
+def is_cat(kind: type) -> bool:
+    """Whether a class of nodes is that of concatenations."""
+    return kind.__name__ == "CatBackward0"
+
+
+def dim_of_cat(node: Any) -> int:
+    """Return the dimension of a concatenation by its node."""
+    return _signed(node._saved_dim)
+
+
+def shape_of_result(node: Any, number: int, x: Tensor) -> torch.Size | None:
+    """Return the shape of a result of a node, if it has as many dimensions as x, and its dtype.
+
+    number: of the node's results; None for a node that is None, as of a tensor without gradient.
+    """
+    results = getattr(node, "_input_metadata", ())[number : number + 1]
+    if not results or results[0].dtype is not x.dtype or len(results[0].shape) != x.dim():
+        return None
+    return torch.Size(results[0].shape)
+
+
+def without_padding(node: Any) -> Any:
+    """Return a node, or the one before it where it is that of a padding by nothing."""
+    if node.__class__.__name__ == "ConstantPadNdBackward0" and not any(node._saved_pad):
+        return node.next_functions[0][0]
+    return node
+
+
 def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
     """Return the view that a node tells, as a function of the base; None for other nodes.
 

@@ -214,6 +214,23 @@ class Made:
             self._values = None
         return values[place]
 
+    def passing(self, place: int) -> Tensor:
+        """Return a result for a reader long before the others: it does not stay for them.
+
+        Nor do results of the recipes behind, which run again with this one.
+        """
+        if self._values is not None or self._left < 2 or backward_id() == -1:
+            return self.value(place)
+        at_end_of_backward(partial(_forget, weakref.ref(self)))
+        self._left -= 1
+        result = self.result()
+        if result is None:
+            for view in self.inputs:
+                view.source.expect()
+            result = self.again(*map(read_passing, self.inputs))
+        results = [result] if result.__class__ is Tensor else tensors_in(result)
+        return _laid_out(results[place], self.layouts[place])
+
     def _run(self) -> Sequence[Tensor]:
         """Return new results: of a kernel for the sequence that ends here, or of its function."""
         for kernel in KERNELS:
@@ -247,6 +264,15 @@ class Made:
 
 
 _READ = operator.methodcaller("read")
+
+
+def read_passing(view: View | Leaf) -> Tensor:
+    """Return the tensor that a view reads; a recipe's result does not stay for other readers."""
+    source = view.source
+    if isinstance(view, Leaf) or isinstance(source, Leaf):
+        return view.read()
+    return view.read(source.passing(view.place))
+
 
 # kernels for several functions in sequence. Each returns the results of the last recipe, or None.
 # It tells each recipe whose results it passes over (`skip`), and reads each input of the
@@ -340,9 +366,10 @@ class View:
     # autograd asks for an object to save before its source is known
     fill = __init__
 
-    def read(self) -> Tensor:
-        """Return the tensor."""
-        value = self.source.value(self.place)
+    def read(self, value: Tensor | None = None) -> Tensor:
+        """Return the tensor; value: the source's, if that is known."""
+        if value is None:
+            value = self.source.value(self.place)
         if self.check is not None:
             self.check(value)
         if (

@@ -4,9 +4,9 @@
 
 A layer of ours notes its result at the result's node (`Entry`). Functions that a model's code calls
 between two layers are not seen; when a layer reads their result, their nodes tell them: a sum or
-product of two tensors, an activation, a batch or group norm. If their inputs have recipes, or are
-saved, the layer saves the recipe of its input, and so do the functions, in place of tensors that
-they have saved before.
+product of two tensors, an activation, a batch or group norm, a result that is larger than its
+inputs (`grown_results`). If their inputs have recipes, or are saved, the layer saves the recipe of
+its input, and so do the functions, in place of tensors that they have saved before.
 
 A function's inputs may be freed by then, so code may have written to them unseen. All values of a
 tensor that a recipe replaces are compared once, in the layer's first call, and samples of it in
@@ -45,10 +45,19 @@ from fusedckpt.autograd.tracker import LIMIT, SHARE
 from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.blocks import reader
 from fusedckpt.recipes import recipe_mode
+from fusedckpt.recipes.grown_results import (
+    GrownPart,
+    MadeOfParts,
+    is_grown,
+    parts_of_grown,
+    replay_of_grown,
+)
 from fusedckpt.recipes.recipe_kernels import recipe_statistics
 
 # a recipe takes so much less time without a function mode
 _TIMES_CHEAPER = 4
+# of a concatenation, the largest share that copies of parts may take
+_MOST_COPIED = 0.75
 # in the metadata of a node: the entry of its result
 _ENTRY = "fusedckpt_channels"
 # in that of the node of a layer's result that `index` knows, as long as no code has its memory
@@ -221,8 +230,8 @@ def made_of_norm(
 
 @cache
 def tells_function(kind: type) -> bool:
-    """Whether a class of nodes tells the function of code, and its inputs, of the same shape."""
-    if private.is_sum(kind) or private.is_product(kind) or private.is_norm(kind):
+    """Whether a class of nodes tells the function of code, and its inputs."""
+    if is_grown(kind) or private.is_sum(kind) or private.is_product(kind) or private.is_norm(kind):
         return True
     return _function_of(kind)[0] not in (None, F.avg_pool2d)
 
@@ -370,6 +379,8 @@ class _Walk:
             pairs = enumerate(private.FACTORS)
             inputs = [self._factor(node, *pair, num_functions) for pair in pairs]
             made = self._of_two("mul", torch.mul, inputs)
+        elif is_grown(kind):
+            made = self._of_parts(node, num_functions)
         elif tells_function(kind):
             made = self._of_one(node, kind, num_functions)
         if made is not None:
@@ -402,6 +413,36 @@ class _Walk:
         if len(views) < 2:
             return None
         return Made(name, _replay(func, (), (), self.x.device, 2), views, [self.x])
+
+    def _of_parts(self, node: Any, num_functions: int) -> Made | None:
+        """Return the recipe of a result that is larger than its inputs."""
+        parts = parts_of_grown(node, self.x)
+        inputs = [self._of_part(part, num_functions + 1) for part in parts]
+        copied = 0
+        views = list[View | Leaf | Tensor]()
+        for part, source in zip(parts, inputs, strict=True):
+            if source is None:
+                # behind other functions x has no values of this one
+                if part.view is None or num_functions > 1:
+                    return None
+                source = part.view(self.x)
+                copied += source.nbytes
+            views.append(source)
+        if not views or copied > _MOST_COPIED * self.x.nbytes:
+            return None
+        sources = [Leaf(view.clone()) if isinstance(view, Tensor) else view for view in views]
+        again: Any = replay_of_grown(node, self.x, len(views))
+        return MadeOfParts(again.func.__name__, again, sources, [self.x])
+
+    def _of_part(self, part: GrownPart, num_functions: int) -> View | Leaf | None:
+        """Return how to read a part of x, None where that is not known."""
+        node = part.node
+        if node is None or not (_ENTRY in node.metadata or tells_function(node.__class__)):
+            return None
+        walk = _Walk(part.layout_in(self.x), self.count, self._compared)
+        walk._names = self._names
+        walk._unseen = self._unseen
+        return walk._part(node, num_functions)
 
     def _factor(self, node: Any, place: int, name: str, num_functions: int) -> View | Leaf | None:
         """Return how to read a factor of a product, which may save it."""
