@@ -381,11 +381,13 @@ def has_ranks() -> bool:
     return bool(_GROUPS)
 
 
+@cache
 def is_sum(kind: type) -> bool:
     """Whether a class of nodes is that of sums of two tensors, perhaps with a factor."""
     return kind.__name__ == "AddBackward0"
 
 
+@cache
 def is_product(kind: type) -> bool:
     """Whether a class of nodes is that of products of two tensors."""
     return kind.__name__ == "MulBackward0"
@@ -403,6 +405,7 @@ _BATCH_NORM_NODES = (
 _GROUP_NORM_NODE = "NativeGroupNormBackward0"
 
 
+@cache
 def is_norm(kind: type) -> bool:
     """Whether a class of nodes is that of batch or group norms."""
     return kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
@@ -433,6 +436,7 @@ def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
     return node.next_functions
 
 
+@cache
 def is_cat(kind: type) -> bool:
     """Whether a class of nodes is that of concatenations."""
     return kind.__name__ == "CatBackward0"
@@ -471,7 +475,10 @@ def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
         return methodcaller("unsqueeze", _signed(node._saved_dim))
     if kind == "SplitBackward":
         dim, size = _signed(node._saved_dim), node._saved_split_size
-        return lambda base: base.split(size, dim)[number]
+        # without the other parts
+        return lambda base: base.narrow(
+            dim, number * size, min(size, base.shape[dim] - number * size)
+        )
     return None
 
 
@@ -480,6 +487,7 @@ def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
 
+@cache
 def name_of_kind(kind: type) -> str:
     """Return the name of a class of torch's nodes, without the number of its overload."""
     return kind.__name__.rstrip("0123456789")

@@ -87,6 +87,8 @@ _FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = 
         ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
     ),
 }
+# returns, by the functions before a tensor, whether their recipe once made all its values
+Compared = Callable[[], dict[Any, bool]]
 # as `index.Source`; of a node, for a tensor of its result's shape, where that is freed
 Source = Callable[..., Made | None]
 
@@ -262,6 +264,11 @@ def note_small(y: Tensor) -> None:
 _COMPARED = WeakMap[Any, dict[Any, bool]]()
 
 
+def _compared_of(owner: Any) -> dict[Any, bool]:
+    compared = _COMPARED.get(owner)
+    return _COMPARED.put(owner, {}) if compared is None else compared
+
+
 def found_by_node(x: Any, owner: Any) -> View | None:
     """Return how to read a layer's input, as `view_by_node`, where the layer may save a recipe.
 
@@ -270,20 +277,19 @@ def found_by_node(x: Any, owner: Any) -> View | None:
     hooks = private.top_hooks()
     if not may_have_recipe(x) or not (hooks is None or only_count(hooks)):
         return None
-    compared = _COMPARED.get(owner)
-    if compared is None:
-        compared = _COMPARED.put(owner, {})
+    # looked up where a recipe is compared
+    compared = partial(_compared_of, owner)
     return view_by_node(x, None if hooks is None else hooks[0], compared)
 
 
-def view_by_node(x: Tensor, count: Count, compared: dict[Any, bool]) -> View | None:
+def view_by_node(x: Tensor, count: Count, compared: Compared) -> View | None:
     """Return how to read a result of functions of the model's code, or a view of it.
 
     None to save it, as a result of an activation below `FLOOR_BYTES`: samples of it take most of
     the time.
 
-    count: see `Count`; for tensors of which the functions save recipes then. compared: by the
-    functions before a tensor, whether their recipe once made all its values.
+    count: see `Count`; for tensors of which the functions save recipes then. compared: see
+    `Compared`.
     """
     whole = x if x._base is None else x._base
     node: Any = whole.grad_fn
@@ -324,7 +330,7 @@ class _Walk:
     the result, which is found where one of both has saved it. Of a sum that ReLU reads none is.
     """
 
-    def __init__(self, x: Tensor, count: Count, compared: dict[Any, bool]):
+    def __init__(self, x: Tensor, count: Count, compared: Compared):
         self.x = x
         self.count = count
         self._compared = compared
@@ -353,12 +359,13 @@ class _Walk:
         if made not in self._unseen and (is_counted or not version):
             return True
         key = (*self._names, version)
-        is_same = self._compared.get(key)
+        compared = self._compared()
+        is_same = compared.get(key)
         if is_same is None:
             is_same = makes_again(made, tensor)
             if is_same is None:
                 return False
-            self._compared[key] = is_same
+            compared[key] = is_same
         self._unseen.discard(made)
         return is_same
 
@@ -376,9 +383,10 @@ class _Walk:
                 inputs.append(self._small(part, number) if view is None else view)
             made = self._of_two("add", torch.add, inputs)
         elif private.is_product(kind):
-            pairs = enumerate(private.FACTORS)
-            inputs = [self._factor(node, *pair, num_functions) for pair in pairs]
-            made = self._of_two("mul", torch.mul, inputs)
+            first, second = private.FACTORS
+            x = self._factor(node, 0, first, num_functions)
+            y = self._factor(node, 1, second, num_functions)
+            made = self._of_two("mul", torch.mul, (x, y))
         elif is_grown(kind):
             made = self._of_parts(node, num_functions)
         elif tells_function(kind):
@@ -409,10 +417,14 @@ class _Walk:
         self, name: str, func: Callable[..., Tensor], inputs: Sequence[View | Leaf | None]
     ) -> Made | None:
         """Return the recipe of a function of two tensors, None where one is not known."""
-        views = [view for view in inputs if view is not None]
-        if len(views) < 2:
+        sources = list[View | Leaf]()
+        for view in inputs:
+            if view is None:
+                return None
+            sources.append(view)
+        if len(sources) < 2:
             return None
-        return Made(name, _replay(func, (), (), self.x.device, 2), views, [self.x])
+        return Made(name, _replay(func, (), (), self.x.device, 2), sources, [self.x])
 
     def _of_parts(self, node: Any, num_functions: int) -> Made | None:
         """Return the recipe of a result that is larger than its inputs."""
@@ -467,12 +479,13 @@ class _Walk:
         x = self.x
         if part is None or part.dtype is not x.dtype or part.nbytes > x.nbytes // SHARE:
             return None
-        try:
-            is_like = torch.broadcast_shapes(part.shape, x.shape) == x.shape
-        except RuntimeError:
-            return None
+        # `torch.broadcast_shapes` takes 50 calls of Python
+        shape = x.shape[max(0, x.dim() - part.dim()) :]
+        for size, size_of_x in zip(part.shape, shape, strict=False):
+            if size not in (1, size_of_x):
+                return None
         # a copy, as code may write to a tensor that autograd does not save
-        return Leaf(part.clone()) if is_like else None
+        return Leaf(part.clone()) if part.dim() <= x.dim() else None
 
     def _part(
         self, node: Any, num_functions: int, version: int | None = None

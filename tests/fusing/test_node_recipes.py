@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from support import DEVICE, saved_bytes
+from support import DEVICE, calls, saved_bytes
 from torch import nn
 
 import fusedckpt
+from fusedckpt.autograd.recipes import View
+from fusedckpt.recipes.node_recipes import found_by_node
 
 pytestmark = pytest.mark.usefixtures("any_size")
 
@@ -153,3 +155,20 @@ def test_results_with_other_memory(act, options):
         model(x).square().sum().backward()
     for a, b in zip(ours.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_functions_are_found_in_few_calls():
+    """Two functions with three views behind a norm, of which two tensors are compared."""
+    model = Modulated(plain, False).to(DEVICE, torch.float64)
+    fusedckpt.fuse(model)
+    x = torch.randn(N, T, D, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    c = torch.randn(N, D, device=DEVICE, dtype=torch.float64)
+    for _ in range(2):
+        gradients(model, x, c)
+    scale, shift = model.vectors(model.act(c)).chunk(2, dim=-1)
+    y = plain(model, model.norm(x), shift, scale)
+    found = []
+    count = calls(lambda: found.append(found_by_node(y, model.mlp)))
+    assert isinstance(found[0], View)
+    # of Python and C; 594 where shapes and contexts were those of Python modules of torch
+    assert count < 480
