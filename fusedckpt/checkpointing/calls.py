@@ -68,6 +68,9 @@ class Argument:
     place raises autograd's own error.
     """
 
+    # its class
+    _kind: type[Tensor] = Tensor
+
     def __init__(self, tensor: Tensor):
         self.dtype = tensor.dtype
         self.storage = storage_of(tensor)
