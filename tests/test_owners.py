@@ -52,7 +52,7 @@ JOBS: dict[str, tuple[str, set[str]]] = {
         {
             *("autograd/backward.py", "blocks/shown.py", "checkpointing/calls.py"),
             *("checkpointing/prefetch.py", "fusing/fused_heads.py", "planning/graph.py"),
-            *("planning/meter.py", "planning/repeated_blocks.py"),
+            *("planning/meter.py", "planning/repeated_blocks.py", "recipes/node_patterns.py"),
         },
     ),
     "compare tensors by bits or nearly": (

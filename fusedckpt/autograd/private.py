@@ -444,7 +444,7 @@ def is_cat(kind: type) -> bool:
 
 def dim_of_cat(node: Any) -> int:
     """Return the dimension of a concatenation by its node."""
-    return _signed(node._saved_dim)
+    return signed(node._saved_dim)
 
 
 def shape_of_result(node: Any, number: int, x: Tensor) -> torch.Size | None:
@@ -472,9 +472,9 @@ def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
     """
     kind = name_of_kind(node.__class__)
     if kind == "UnsqueezeBackward":
-        return methodcaller("unsqueeze", _signed(node._saved_dim))
+        return methodcaller("unsqueeze", signed(node._saved_dim))
     if kind == "SplitBackward":
-        dim, size = _signed(node._saved_dim), node._saved_split_size
+        dim, size = signed(node._saved_dim), node._saved_split_size
         # without the other parts
         return lambda base: base.narrow(
             dim, number * size, min(size, base.shape[dim] - number * size)
@@ -482,7 +482,7 @@ def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
     return None
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return a number that torch shows without its sign."""
     return number - (1 << 64) if number >> 63 else number
 

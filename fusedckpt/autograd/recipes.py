@@ -294,16 +294,25 @@ class Finder(NamedTuple):
 FINDERS: list[Finder] = []
 
 
-# returns a check of the values that are made again in place of a tensor, None where there is none;
-# it is called with the maker's name, the tensor, and whether the maker's input will be rounded
-CHECKS: list[Callable[[str, Tensor, bool], Callable[[Tensor], None] | None]] = []
+Check = Callable[[Tensor], None]
+# returns checks of the values that are made again in place of tensors, None where there is none; it
+# is called with the makers' name, the tensors, and whether the makers' input will be rounded
+CHECKS: list[Callable[[str, Sequence[Tensor], bool], Sequence[Check | None]]] = []
 
 
-def check_of(source: Leaf | Made, tensor: Tensor) -> Callable[[Tensor], None] | None:
+def check_of(source: Leaf | Made, tensor: Tensor) -> Check | None:
     """Return a check that a source makes the values of a tensor now."""
     if not CHECKS or source.__class__ is Leaf:
         return None
-    return CHECKS[0](source.name, tensor, source.is_rounded)
+    return CHECKS[0](source.name, (tensor,), source.is_rounded)[0]
+
+
+def checks_of(name: str, tensors: Sequence[Tensor], is_rounded: bool) -> Sequence[Check | None]:
+    """Return checks that sources of a name make the values of tensors now, compared together.
+
+    is_rounded: whether the sources' inputs will be rounded.
+    """
+    return CHECKS[0](name, tensors, is_rounded) if CHECKS else [None] * len(tensors)
 
 
 # compares a tensor with the values of a recipe, with an input that may be rounded: whether all are
@@ -361,7 +370,7 @@ class View:
         self.stride = stride
         self.offset = offset
         # called with the source's value, where code may have written to the tensor
-        self.check: Callable[[Tensor], None] | None = None
+        self.check: Check | None = None
 
     # autograd asks for an object to save before its source is known
     fill = __init__

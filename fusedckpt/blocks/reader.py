@@ -21,6 +21,7 @@ from fusedckpt.autograd.backward import is_unwatched
 from fusedckpt.autograd.dispatch import has_hooks
 from fusedckpt.autograd.phases import with_own_hooks
 from fusedckpt.autograd.private import SEES_BATCHES, raw_saved
+from fusedckpt.autograd.private_nodes import Operation, PackedArgument
 from fusedckpt.autograd.recipes import FINDERS, Count, Leaf, Made, View, cast, unpack, view_in
 from fusedckpt.autograd.rounded import RoundedLeaf, rounded_leaf
 from fusedckpt.autograd.tracker import Tracker
@@ -94,6 +95,20 @@ def made_of_plain_norm(node: Any, n: Tensor) -> Made | None:
         return None
     x = index.saved_view(node)
     return None if x is None else Made("norm", partial(_normalized, call, (False, False)), [x], [n])
+
+
+def operation_of_norm(node: Any) -> Operation | None:
+    """Return the function of a norm's node; None for other nodes."""
+    call: Any = getattr(node, "call", None)
+    if getattr(call, "num_dims", 0) != 1 or not call.is_norm:
+        return None
+    names = node.saved.names
+    are_given = [meta is not None for meta in call.metas]
+    sources = []
+    for name, is_given in zip(call.names, are_given, strict=True):
+        if is_given:
+            sources.append(PackedArgument(place=names.index(name)) if name in names else None)
+    return Operation(partial(_normalized, call, are_given[1:]), sources)
 
 
 class _NormOfRounded(Made):

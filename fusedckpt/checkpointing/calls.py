@@ -198,15 +198,19 @@ class Packed:
     Autograd holds this, the segment does not, and so knows which tensors are still wanted.
     """
 
-    __slots__ = ("__weakref__", "index", "meta", "source")
+    __slots__ = ("__weakref__", "index", "meta", "source", "storage")
 
-    def __init__(self, index: int, meta: tuple[Any, ...], source: LeafSource | None):
+    def __init__(
+        self, index: int, meta: tuple[Any, ...], source: LeafSource | None, storage: int = 0
+    ):
         # the tensor's position among the tensors that the segment's forward saved
         self.index = index
         # its shape, dtype and device
         self.meta = meta
         # the owner that keeps the tensor anyway; None where only a recompute brings it back
         self.source: LeafSource | ArgumentSource | None = source
+        # the key of its storage where there is no owner
+        self.storage = storage
 
 
 class Provisional(NamedTuple):

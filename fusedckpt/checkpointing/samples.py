@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -97,13 +97,10 @@ class Gather:
         strides: those of the forward's tensor, by which elements are chosen in a recompute. key: of
         its storage, if known.
         """
-        local = tensor if type(tensor) is Tensor else local_of(tensor)
-        if local.dtype not in _DTYPES or local.is_meta or not (key or storage_of(local)):
+        local = _local(tensor)
+        if not _has_elements(local, key):
             return None
         count = local.numel()
-        # memory of nothing is freed between uses
-        if not count or not local.untyped_storage().nbytes():
-            return None
         layout = local.stride()
         version = None if local.is_inference() else local._version
         self._waiting[index] = local, strides or layout, version
@@ -125,32 +122,46 @@ class Gather:
         """Take the elements of the tensors that wait."""
         if not self._waiting:
             return
-        groups: dict[Any, dict[int, Tensor]] = {}
+        rows: dict[int, Tensor] = {}
         # a view would hold the graph of its tensor
         with private.unseen(), private.unrecorded():
             for index, (tensor, strides, version) in self._waiting.items():
                 is_written = version is not None and tensor._version != version
                 if not is_written and tensor.untyped_storage().nbytes():
-                    elements = _elements_of(tensor, index, strides)
-                    kind = elements.dtype, elements.device, elements.numel()
-                    groups.setdefault(kind, {})[index] = elements
-            for (_, _, size), samples in groups.items():
-                rows = [*samples.values()]
-                # autocast refuses half precision of another kind, unless there is a result
-                elements = rows[0].new_empty(len(rows) * size)
-                torch.cat(rows, out=elements)
-                self.blocks.append(SampledTensors(tuple(samples), elements))
+                    rows[index] = _elements_of(tensor, index, strides)
+            self.blocks += _blocks_of(rows)
         # `clear`, without a call
         self._waiting.clear()
         self._bytes = 0
 
-    def rows(self) -> dict[int, Tensor]:
-        """Return the elements of each tensor, by its index."""
-        return {
-            index: block.row(number)
-            for block in self.blocks
-            for number, index in enumerate(block.indices)
-        }
+
+def _local(tensor: Tensor) -> Any:
+    """Return a tensor, this process's part of one that lies on several."""
+    return tensor if type(tensor) is Tensor else local_of(tensor)
+
+
+def _has_elements(tensor: Tensor, key: int = 0) -> bool:
+    """Whether a tensor has memory with numbers; key: of its storage, if known."""
+    if tensor.dtype not in _DTYPES or tensor.is_meta or not (key or storage_of(tensor)):
+        return False
+    # memory of nothing is freed between uses
+    return bool(tensor.numel() and tensor.untyped_storage().nbytes())
+
+
+def _blocks_of(rows: Mapping[int, Tensor]) -> list[SampledTensors]:
+    """Return elements of tensors, by their indices, in memory of their own."""
+    groups: dict[Any, dict[int, Tensor]] = {}
+    for index, elements in rows.items():
+        kind = elements.dtype, elements.device, elements.numel()
+        groups.setdefault(kind, {})[index] = elements
+    blocks = []
+    for (_, _, size), samples in groups.items():
+        parts = [*samples.values()]
+        # autocast refuses half precision of another kind, unless there is a result
+        elements = parts[0].new_empty(len(parts) * size)
+        torch.cat(parts, out=elements)
+        blocks.append(SampledTensors(tuple(samples), elements))
+    return blocks
 
 
 def _elements_of(tensor: Tensor, number: int, strides: tuple[int, ...]) -> Tensor:
@@ -295,19 +306,9 @@ class Samples:
     def pairs(self, recompute: Gather) -> list[Pair]:
         """Return the samples with those of a recompute."""
         recompute.take()
-        before = self._gather
-        now = recompute
-        if [block.indices for block in before.blocks] == [block.indices for block in now.blocks]:
-            blocks = zip(before.blocks, now.blocks, strict=True)
-            elements = [(a.elements, b.elements, len(a.indices)) for a, b in blocks]
-        else:
-            rows = before.rows()
-            elements = [(rows[i], row, 1) for i, row in now.rows().items() if i in rows]
-        return [
-            Pair(self.name, a, b, count, self.is_late, self.is_rounded)
-            for a, b, count in elements
-            if (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
-        ]
+        return _paired(
+            self._gather.blocks, recompute.blocks, self.name, self.is_late, self.is_rounded
+        )
 
 
 class Pair(NamedTuple):
@@ -327,6 +328,33 @@ class Pair(NamedTuple):
     is_rounded: bool = False
     # the share of the elements' magnitudes by which they may differ, 0 for that of a rounding
     slack: float = 0.0
+
+
+def _paired(
+    before: Sequence[SampledTensors], now: Sequence[SampledTensors], name: str, *options: Any
+) -> list[Pair]:
+    """Return the elements that two of a function of this name have both taken.
+
+    options: fields of a `Pair` behind the number of tensors.
+    """
+    if [block.indices for block in before] == [block.indices for block in now]:
+        blocks = zip(before, now, strict=True)
+        elements = [(a.elements, b.elements, len(a.indices)) for a, b in blocks]
+    else:
+        rows = _rows_of(before)
+        elements = [(rows[i], row, 1) for i, row in _rows_of(now).items() if i in rows]
+    return [
+        Pair(name, a, b, count, *options)
+        for a, b, count in elements
+        if (a.dtype, a.device, a.shape) == (b.dtype, b.device, b.shape)
+    ]
+
+
+def _rows_of(blocks: Sequence[SampledTensors]) -> dict[int, Tensor]:
+    """Return the elements of each tensor, by its index."""
+    return {
+        index: block.row(number) for block in blocks for number, index in enumerate(block.indices)
+    }
 
 
 class _Pairs(list[Pair]):
@@ -503,26 +531,55 @@ def compare(pairs: list[Pair]) -> None:
         read_passed(_MOST_UNREAD)
 
 
-def _check_of(maker: str, tensor: Tensor, is_rounded: bool) -> Callable[[Tensor], None] | None:
-    """Return a check that a recipe makes the content of a tensor, see `recipes.CHECKS`."""
-    gather = Gather(0)
-    strides = gather.add(0, tensor)
-    if strides is None:
-        return None
-    layout = tensor.shape, strides, tensor.storage_offset()
-    name = f"fuse: the result of a {maker}, if code writes there without a version, as by .data"
-    slack = _ROUNDED_SLACK if is_rounded else 0.0
-    return partial(_compare_made, name, layout, gather.blocks[0].elements, slack)
+def _checks_of(
+    maker: str, tensors: Sequence[Tensor], is_rounded: bool
+) -> Sequence[Callable[[Tensor], None] | None]:
+    """Return checks that recipes make the content of tensors, see `recipes.CHECKS`."""
+    made = _MadeSamples(maker, tensors, _ROUNDED_SLACK if is_rounded else 0.0)
+    return [partial(made.see, i) if i in made.layouts else None for i in range(len(tensors))]
 
 
-def _compare_made(name: str, layout: Any, before: Tensor, slack: float, value: Tensor) -> None:
-    gather = Gather(0)
-    if gather.add(0, value.as_strided(*layout), layout[1]) is not None:
-        pair = Pair(name, before, gather.blocks[0].elements, is_late=True, slack=slack)
-        compare_at_end([pair])
+class _MadeSamples:
+    """Elements of tensors that recipes replace, to be compared with those of their results."""
+
+    def __init__(self, maker: str, tensors: Sequence[Tensor], slack: float):
+        self._maker = maker
+        self._slack = slack
+        # by number, how each lies in its storage
+        self.layouts: dict[int, Any] = {}
+        rows: dict[int, Tensor] = {}
+        # a view would hold the graph of its tensor
+        with private.unseen(), private.unrecorded():
+            for i, tensor in enumerate(tensors):
+                local = _local(tensor)
+                if _has_elements(local):
+                    strides = local.stride()
+                    self.layouts[i] = tensor.shape, strides, tensor.storage_offset()
+                    rows[i] = _elements_of(local, i, strides)
+            self._before = _blocks_of(rows)
+        # of the results that this backward has read
+        self._now: dict[int, Tensor] = {}
+
+    def see(self, i: int, value: Tensor) -> None:
+        """Take the elements of a result, and compare them when all results were seen."""
+        rows = self._now
+        layout = self.layouts[i]
+        if (value.shape, value.stride(), value.storage_offset()) != layout:
+            value = value.as_strided(*layout)
+        rows[i] = _elements_of(_local(value), i, layout[1])
+        if len(rows) == len(self.layouts):
+            self._now = {}
+            with private.unseen():
+                # nodes read them in an order of their own
+                now = _blocks_of(dict(sorted(rows.items())))
+            name = (
+                f"fuse: the result of a {self._maker}, if code writes there without a version, as "
+                "by .data"
+            )
+            compare_at_end(_paired(self._before, now, name, True, False, self._slack))
 
 
-CHECKS.append(_check_of)
+CHECKS.append(_checks_of)
 
 
 def are_alike(before: Tensor, now: Tensor, is_rounded: bool) -> bool | None:

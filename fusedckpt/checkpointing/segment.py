@@ -236,7 +236,7 @@ class Segment(Trace, CheckpointPhase):
             argument = self._arguments.get(key)
             if argument is not None:
                 source = self._argument_source(tensor, argument)
-        packed = Packed(index, (tensor.shape, tensor.dtype, tensor.device), source)
+        packed = Packed(index, (tensor.shape, tensor.dtype, tensor.device), source, key)
         self.saved.append(weakref.ref(packed))
         if self.provisional is not None:
             # without its graph, which would come to hold itself

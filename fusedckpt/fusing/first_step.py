@@ -44,7 +44,7 @@ from fusedckpt.fusing.mixers import (
     repeat_alike,
 )
 from fusedckpt.fusing.recipe_models import gain_of_call
-from fusedckpt.fusing.recomputed_modules import Recomputed, repeat_obstacle
+from fusedckpt.fusing.recomputed_modules import LEARNED, Recomputed, repeat_obstacle
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Original, Swap, made_of, original_of, subclass, undo
 from fusedckpt.layers import fallbacks
@@ -56,8 +56,6 @@ from fusedckpt.state.noted import is_collection
 
 # reasons that a second run gives although it is taken
 _INFORMING = "again", "unseen"
-# attributes that a call leaves in a module
-_NOTES = "little_gain", "writes"
 
 
 @dataclass(eq=False)
@@ -519,7 +517,7 @@ class _StepObserver(RunObserver):
                 stop_waiting(module)
                 swap.apply(module)
                 again: Any = module.forward(*args, **kwargs)
-                notes = {field: getattr(notes_of(module), field) for field in _NOTES}
+                notes = {field: getattr(notes_of(module), field) for field in LEARNED}
                 fallback = vars(module).get(fallbacks.NOTE)
         except torch.OutOfMemoryError:
             return NotFused("memory")

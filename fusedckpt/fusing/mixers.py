@@ -43,7 +43,7 @@ from fusedckpt.checkpointing.regions import MOST_TIMES_OUTPUT
 from fusedckpt.checkpointing.scans import CONVOLUTION, SCAN
 from fusedckpt.checkpointing.written_buffers import COPIED_NBYTES
 from fusedckpt.fusing import reasons
-from fusedckpt.fusing.recomputed_modules import Recomputed
+from fusedckpt.fusing.recomputed_modules import LEARNED, Recomputed
 from fusedckpt.fusing.replica import copied_inputs, running_copy_of, shared_in_copies, undisturbed
 from fusedckpt.fusing.search import Search
 from fusedckpt.fusing.swap import Part, Swap, original_of, subclass
@@ -138,7 +138,7 @@ def recomputing_swap(
     is_gathered: whether it runs, so that FSDP2 has gathered its parameters.
     """
     kind = type(module)
-    notes = {"little_gain": None, "save": save, "mixes": kinds, "writes": None}
+    notes = {"save": save, "mixes": kinds, **LEARNED}
     reason = reasons.of_storage(module)
     if is_gathered and reason == NotFused("fsdp"):
         reason = None

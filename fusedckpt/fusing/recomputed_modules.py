@@ -9,15 +9,16 @@ where it would save more than four times its result. So does an MLP that no prog
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, levels, phases, private, tracker
-from fusedckpt.autograd.recipes import Leaf, Made
+from fusedckpt.autograd import dispatch, index, levels, next_call, phases, private, tracker
+from fusedckpt.autograd.recipes import Count, Leaf, Made
+from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.call_state import is_flat, modules_in
 from fusedckpt.checkpointing.calls import Packed, objects_in, result_tensors, tensors_among
@@ -30,16 +31,20 @@ from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
+from fusedckpt.recipes import attention_recipes, shared_layers
+from fusedckpt.recipes.node_patterns import FinishedCall
 from fusedckpt.state.holders import ATOMS
 from fusedckpt.state.noted import is_collection
 
 # the pattern of an MLP that no program computes
 RERUN = MLPPattern("recomputed", (), "")
 
+# patterns of nodes that a module keeps
+_MOST_PATTERNS = 4
+# the notes that its calls leave, as they are before the first one
+LEARNED = {"little_gain": None, "writes": None, "follows_nodes": None, "patterns": ()}
 # objects of these classes do not change in a forward
 _CONSTANT = ("BlockMask", "device", "dtype", "Size")
-# attributes of the module: the calls that are not recomputed, a `_LittleGain` or None; its level;
-# the kinds of the functions by which it mixes tokens
 
 
 class _CallOptions(NamedTuple):
@@ -82,6 +87,9 @@ class Recomputed(Swapped):
         if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
             return forward(*args, **kwargs)
         modules = modules_in(self, values)
+        if self._fusedckpt.follows_nodes and self._may_follow_nodes(modules):
+            run = partial(self._saving_recipes, forward, x, args, kwargs)
+            return phases.with_own_hooks(run, partial(forward, *args, **kwargs))
         obstacle = repeat_obstacle(modules, values)
         little_gain: _LittleGain | None = self._fusedckpt.little_gain
         if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
@@ -92,6 +100,8 @@ class Recomputed(Swapped):
             fallbacks.note_fallback(self, obstacle)
             return forward(*args, **kwargs)
         is_mlp = self._fusedckpt.match is not None
+        # torch.compile cannot ask
+        since = 0 if is_mlp else private.num_nodes()
         y = recomputed_call(
             modules,
             forward,
@@ -103,7 +113,45 @@ class Recomputed(Swapped):
             draws_python=not is_mlp,
         )
         if not is_mlp:
-            self._learn(modules, x, y, kwargs)
+            self._learn(modules, x, y, kwargs, since)
+        return y
+
+    def _may_follow_nodes(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether attention may save recipes in this call, of the values that linears read.
+
+        Hooks of the modules inside may gather weights for their own calls alone.
+        """
+        is_rounded = self._fusedckpt.store or levels.override.store
+        is_free = not is_rounded and not dispatch.has_hooks(*modules[1:])
+        return is_free and attention_recipes.may_save_recipes()
+
+    def _saving_recipes(
+        self, forward: Callable[..., Any], x: Tensor, args: Any, kwargs: Any, count: Count
+    ) -> Any:
+        """Run the forward once: attention saves recipes of its inputs.
+
+        Where one is not found, later calls run in a checkpoint again.
+        """
+        view = shared_layers.recipe_of(x, self)
+        since = private.num_nodes()
+        # linears that look for the recipe of x themselves take longer
+        with shared_layers.plain_layers():
+            y = forward(*args, **kwargs)
+        # code of the model has run
+        next_call.forget()
+        call = _call_of(since, x, y)
+        if not call.results:
+            return y
+        known = self._fusedckpt.patterns
+        pattern = attention_recipes.save_recipes(call, view, known, count)
+        if pattern is None:
+            set_notes(self, follows_nodes=False, patterns=())
+            return y
+        if pattern not in known:
+            set_notes(self, patterns=(pattern, *known[: _MOST_PATTERNS - 1]))
+        if not dispatch.has_hooks(self):
+            source = partial(attention_recipes.recipe_of_result, pattern)
+            index.put(call.results[0], index.MODULE, source)
         return y
 
     def _runs_unchanged(self, x: Any) -> bool:
@@ -125,7 +173,12 @@ class Recomputed(Swapped):
         return fallbacks.fallback_of(values[0], **dict(self.named_parameters(recurse=False)))
 
     def _learn(
-        self, modules: Sequence[nn.Module], x: Tensor, y: Any, kwargs: Mapping[str, Any]
+        self,
+        modules: Sequence[nn.Module],
+        x: Tensor,
+        y: Any,
+        kwargs: Mapping[str, Any],
+        since: float,
     ) -> None:
         """Note that attention or a scan runs again; if it gains little, recompute no later calls.
 
@@ -147,7 +200,13 @@ class Recomputed(Swapped):
             if reason is not None and reason.key != "again":
                 options = _options_of(self, kwargs)
                 set_notes(self, little_gain=_LittleGain(options, x.shape, reason.key))
-            elif not (segment.is_saved or dispatch.has_hooks(self)):
+                return
+            is_new = self._fusedckpt.follows_nodes is None and not segment.is_saved
+            if reason is None and is_new and self._may_follow_nodes(modules):
+                dropped = _dropped(segment, modules)
+                found = attention_recipes.are_all_found(_call_of(since, x, y), dropped)
+                set_notes(self, follows_nodes=found)
+            if not (segment.is_saved or dispatch.has_hooks(self)):
                 # a norm of the result saves nothing; hooks may gather weights only for the call
                 source = partial(_recipe_of_output, weakref.ref(segment), place)
                 parameters = [p for m in modules for p in m._parameters.values()]
@@ -166,6 +225,24 @@ class Recomputed(Swapped):
         samples = segment.samples
         is_large = samples is None or samples.nbytes > MOST_TIMES_OUTPUT * results[0].nbytes
         return NotFused("again", NAME) if is_large else NotFused("unseen")
+
+
+def _dropped(segment: Segment, modules: Sequence[nn.Module]) -> set[Packed]:
+    """Return the stand-ins of tensors that a recompute brings back, but for views of buffers."""
+    buffers = {storage_of(b) for m in modules for b in m._buffers.values() if b is not None}
+    dropped = set[Packed]()
+    for reference in segment.saved:
+        packed = reference()
+        if packed is not None and packed.source is None and packed.storage not in buffers:
+            dropped.add(packed)
+    return dropped
+
+
+def _call_of(since: float, x: Tensor, y: Any) -> FinishedCall:
+    """Return a call that began at a node's number, and returned y."""
+    return FinishedCall(
+        since, x, [result for result in result_tensors(y) if result.grad_fn is not None]
+    )
 
 
 def repeat_obstacle(modules: Sequence[nn.Module], values: tuple[Any, ...]) -> NotFused | None:

@@ -35,6 +35,11 @@ class ModuleNotes:
     input_copies: Any = None
     # the kinds of functions by which attention or a mixer mixes tokens
     mixes: frozenset[str] = frozenset()
+    # whether recipes of attention's inputs may take the place of a checkpoint; None before a call
+    # in one has shown it
+    follows_nodes: bool | None = None
+    # the patterns of nodes by which they are found; not in copies and pickles of the module
+    patterns: Any = ()
     # a call of attention that gained little, which later ones like it need not recompute
     little_gain: Any = None
     # the parameter that a recomputed module writes, "" for none; None before its first call
@@ -64,6 +69,10 @@ class ModuleNotes:
     role: Any = None
     # the forward that was set on the module before the role
     own_forward: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for copies and pickles."""
+        return {field: value for field, value in vars(self).items() if field != "patterns"}
 
 
 # of modules without the attribute

@@ -107,7 +107,7 @@ class Entry(NamedTuple):
     layout: tuple[torch.Size, tuple[int, ...], torch.dtype]
 
 
-class _Counted(Leaf):
+class CountedLeaf(Leaf):
     """A tensor that a function of the model's code has saved, and that hooks have counted."""
 
     def add_reader(self, count: Count) -> None:
@@ -466,7 +466,7 @@ class _Walk:
         if not isinstance(saved, Tensor):
             return saved
         if saved.shape != self.x.shape or saved.dtype is not self.x.dtype:
-            return _Counted(saved)
+            return CountedLeaf(saved)
         view = self._part(parent, num_functions, _version_of(saved, parent))
         return self._saving(raw, saved, view or _view_of_norm(parent, saved))
 
@@ -514,11 +514,11 @@ class _Walk:
         made = self.combined(node, num_functions + 1)
         is_other = isinstance(saved, Tensor) and saved.stride() != self.x.stride()
         if made is None or made.depth > LIMIT or is_other:
-            return None if saved is None else _Counted(saved)
+            return None if saved is None else CountedLeaf(saved)
         view = _whole(made)
         if isinstance(saved, Tensor):
             if not self.makes(made, saved):
-                return _Counted(saved)
+                return CountedLeaf(saved)
             view.check = check_of(made, saved)
             self.save_result(node, view)
         elif version != 0:
@@ -568,10 +568,10 @@ class _Walk:
     def _saving(self, raw: Any, saved: Tensor, view: View | Leaf | None) -> View | Leaf:
         """Return how to read a tensor that a function has saved; let it save a recipe, if known."""
         if not isinstance(view, View) or view.stride != saved.stride():
-            return _Counted(saved)
+            return CountedLeaf(saved)
         source = view.source
         if isinstance(source, Made) and source in self._unseen and not self.makes(source, saved):
-            return _Counted(saved)
+            return CountedLeaf(saved)
         if view.check is None:
             view.check = check_of(source, saved)
         self._save(raw, view)

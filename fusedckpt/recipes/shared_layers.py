@@ -15,8 +15,10 @@ are not known, save the same tensors as before. A module that reads anything els
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,14 +73,7 @@ def saving_recipe_of(
         # functions in a checkpoint run as they are
         return outside_mode(saving_recipe_of, x, owner, run, options, *args)
     tracker = active()
-    view = index.view_of(x, NORM, ACTIVATION)
-    if view is not None and "linear" in functions_of(view.source):
-        # not worth a GEMM
-        view = None
-    if view is None and tracker is not None:
-        view = tracker.view_of(x)
-    elif view is None and x.numel() * x.itemsize >= recipe_mode.FLOOR_BYTES:
-        view = found_by_node(x, owner)
+    view = recipe_of(x, owner)
     if view is None:
         # how x is kept without a recipe, see `fuse`
         store = owner.__dict__.get(NOTES, NO_NOTES).store
@@ -96,6 +91,18 @@ def saving_recipe_of(
     return y
 
 
+def recipe_of(x: Tensor, owner: nn.Module) -> View | None:
+    """Return how to read the argument of a module without saving it, None where that is unknown."""
+    view = index.view_of(x, NORM, ACTIVATION)
+    # not worth a GEMM
+    if view is not None and "linear" not in functions_of(view.source):
+        return view
+    tracker = active()
+    if tracker is not None:
+        return tracker.view_of(x)
+    return found_by_node(x, owner) if x.numel() * x.itemsize >= recipe_mode.FLOOR_BYTES else None
+
+
 def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = False) -> Any:
     # of rows that lie apart, such as those of class tokens, no product saves a copy
     if x.dim() != 2 and not x.is_contiguous():
@@ -103,6 +110,26 @@ def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = Fa
     if private.top_hooks() is None:
         return recipes.saving_recipes(view, x, run, None, samples=samples)
     return with_own_hooks(partial(recipes.saving_recipes, view, x, run, samples=samples), run)
+
+
+class _PlainLayers(threading.local):
+    """Whether layers in a thread save what torch does, as a module around finds their recipes."""
+
+    is_plain = False
+
+
+_plain_layers = _PlainLayers()
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Let layers of this thread save what torch does."""
+    before = _plain_layers.is_plain
+    _plain_layers.is_plain = True
+    try:
+        yield
+    finally:
+        _plain_layers.is_plain = before
 
 
 class Shared(nn.Module):
@@ -121,6 +148,8 @@ class Shared(nn.Module):
         forward = super().forward
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             (x,) = args
+            if _plain_layers.is_plain:
+                return forward(x)
             hooks = private.top_hooks()
             # where hooks take saved tensors, as in a checkpoint, no recipe is saved
             if hooks is None or only_count(hooks):

@@ -1,0 +1,281 @@
+"""Nodes of torch's functions: the function that a node tells, and where its tensors are.
+
+A node has packed tensors, and options, of its call; its result's shape is in its metadata. Nodes
+that are not in `_OPERATIONS`, or that lack such an attribute in this torch, tell nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedckpt.autograd.private import (
+    FACTORS,
+    name_of_kind,
+    names_of_saved,
+    signed,
+)
+
+
+class PackedArgument(NamedTuple):
+    """A tensor that a node has packed."""
+
+    # the attribute with the packed tensor, or all of them
+    name: str = "_raw_saved_tensors"
+    # its place among all of them
+    place: int | None = None
+    # whether it is the node's result, not an argument
+    is_result: bool = False
+    # whether it is an input of attention
+    is_of_attention: bool = False
+
+    def of(self, node: Any) -> Any:
+        """Return the packed tensor of a node."""
+        packed = getattr(node, self.name)
+        return packed if self.place is None else packed[self.place]
+
+    def tensor(self, node: Any) -> Tensor:
+        """Return the tensor itself; raise RuntimeError where it was written or is freed."""
+        if self.place is None:
+            # without "_raw", see `private.saved_tensor`
+            return getattr(node, self.name[4:])
+        return node.saved_tensors[self.place]
+
+
+# those of attention: query, key and value
+ATTENTION_INPUTS = tuple(
+    [
+        PackedArgument(f"_raw_saved_{name}", is_of_attention=True)
+        for name in ("query", "key", "value")
+    ]
+)
+# of a function of one tensor that the node does not pack
+_ONE = (None,)
+_ATTENTION_OUTPUT = PackedArgument("_raw_saved_output", is_result=True)
+_PACKED_FACTORS = tuple(map(PackedArgument, FACTORS))
+_MM = PackedArgument("_raw_saved_self"), PackedArgument("_raw_saved_mat2")
+_ADDMM = PackedArgument("_raw_saved_mat1"), PackedArgument("_raw_saved_mat2")
+
+
+class Operation(NamedTuple):
+    """A function of a node's arguments.
+
+    sources: for each argument, how the node has packed it, if it has; None for one that the node
+    never packs. Those without are results of the nodes before.
+    """
+
+    function: Callable[..., Tensor]
+    sources: Sequence[PackedArgument | None]
+
+
+@cache
+def is_attention(kind: type) -> bool:
+    """Whether a class of nodes is that of a kernel of scaled_dot_product_attention."""
+    names = names_of_saved(kind)
+    is_named = kind.__name__.startswith("ScaledDotProduct")
+    return is_named and all(packed.name in names for packed in ATTENTION_INPUTS)
+
+
+def is_leaf(node: Any) -> bool:
+    """Whether a node has a leaf of the graph, as its `variable`."""
+    return hasattr(node, "variable")
+
+
+@cache
+def is_view(kind: type) -> bool:
+    """Whether a class of nodes is that of views of their one argument."""
+    return name_of_kind(kind) in _VIEW_OPERATIONS
+
+
+def size_of_result(node: Any, number: int) -> torch.Size:
+    """Return the shape of a node's result."""
+    return torch.Size(node._input_metadata[number].shape)
+
+
+def operation_of(node: Any, number: int) -> Operation | None:
+    """Return the function of a node's call, None where the node does not tell it.
+
+    number: of the node's results, which the function returns alone.
+    """
+    kind = node.__class__
+    build = _operation_by(kind)
+    return None if build is None else build(node, number)
+
+
+@cache
+def option_reader(kind: type) -> Callable[[Any], Any] | None:
+    """Return what reads the options of a class of nodes; None where functions have none."""
+    name = name_of_kind(kind)
+    if name in _RESULT_OPTIONS:
+        return _RESULT_OPTIONS[name]
+    names = _SAVED_OPTIONS.get(kind.__name__) or _SAVED_OPTIONS.get(name)
+    return attrgetter(*names) if names else None
+
+
+def _shape(node: Any) -> Any:
+    return node._input_metadata[0].shape
+
+
+def _dtype_and_device(node: Any) -> Any:
+    meta = node._input_metadata[0]
+    return meta.dtype, meta.device
+
+
+@cache
+def _operation_by(kind: type) -> Callable[[Any, int], Operation | None] | None:
+    if is_attention(kind):
+        return _attended
+    # the numbers of others tell overloads that differ in how options are given
+    return _OPERATIONS.get(kind.__name__) or _OPERATIONS.get(name_of_kind(kind))
+
+
+def _attended(_node: Any, number: int) -> Operation | None:
+    # other results are none that code gets
+    return None if number else Operation(_same, (_ATTENTION_OUTPUT,))
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _reshaped(node: Any, number: int) -> Operation:
+    return Operation(methodcaller("reshape", size_of_result(node, number)), _ONE)
+
+
+def _expanded(node: Any, number: int) -> Operation:
+    return Operation(methodcaller("expand", size_of_result(node, number)), _ONE)
+
+
+def _cast(node: Any, number: int) -> Operation:
+    meta = node._input_metadata[number]
+    return Operation(methodcaller("to", meta.device, meta.dtype), _ONE)
+
+
+def _transposed(node: Any, _: int) -> Operation:
+    dims = signed(node._saved_dim0), signed(node._saved_dim1)
+    return Operation(methodcaller("transpose", *dims), _ONE)
+
+
+def _permuted(node: Any, _: int) -> Operation:
+    return Operation(methodcaller("permute", [*map(signed, node._saved_dims)]), _ONE)
+
+
+def _sliced(node: Any, _: int) -> Operation:
+    dim, start, end = map(signed, (node._saved_dim, node._saved_start, node._saved_end))
+    part = slice(start, end, node._saved_step)
+    index = (*(slice(None),) * dim, part) if dim >= 0 else (..., part, *(slice(None),) * (-1 - dim))
+    return Operation(methodcaller("__getitem__", index), _ONE)
+
+
+def _selected(node: Any, _: int) -> Operation:
+    return Operation(
+        methodcaller("select", signed(node._saved_dim), signed(node._saved_index)), _ONE
+    )
+
+
+def _split(node: Any, number: int) -> Operation:
+    size, dim = node._saved_split_size, signed(node._saved_dim)
+    return Operation(lambda x: x.split(size, dim)[number], _ONE)
+
+
+def _split_by_sizes(node: Any, number: int) -> Operation:
+    sizes, dim = [*node._saved_split_sizes], signed(node._saved_dim)
+    return Operation(lambda x: x.split(sizes, dim)[number], _ONE)
+
+
+def _unbound(node: Any, number: int) -> Operation:
+    return Operation(methodcaller("select", signed(node._saved_dim), number), _ONE)
+
+
+def _joined(function: Callable[..., Tensor]) -> Callable[[Any, int], Operation]:
+    def build(node: Any, _: int) -> Operation:
+        dim = signed(node._saved_dim)
+        return Operation(lambda *x: function(x, dim), (None,) * len(node.next_functions))
+
+    return build
+
+
+def _product_of(function: Callable[..., Tensor]) -> Callable[[Any, int], Operation]:
+    operation = Operation(function, _PACKED_FACTORS)
+    return lambda _node, _: operation
+
+
+def _sum_of(function: Callable[..., Tensor]) -> Callable[[Any, int], Operation | None]:
+    operation = Operation(function, (None, None))
+    return lambda node, _: operation if node._saved_alpha == 1 else None
+
+
+def _mm(_node: Any, _: int) -> Operation:
+    return Operation(torch.mm, _MM)
+
+
+def _addmm(node: Any, _: int) -> Operation | None:
+    if (node._saved_alpha, node._saved_beta) != (1, 1):
+        return None
+    return Operation(torch.addmm, (None, *_ADDMM))
+
+
+def _of_one(function: Callable[[Tensor], Tensor]) -> Callable[[Any, int], Operation]:
+    operation = Operation(function, _ONE)
+    return lambda _node, _: operation
+
+
+_VIEW_OPERATIONS: dict[str, Callable[[Any, int], Operation]] = {
+    "AliasBackward": _reshaped,
+    "ViewBackward": _reshaped,
+    "UnsafeViewBackward": _reshaped,
+    "ReshapeAliasBackward": _reshaped,
+    "UnsqueezeBackward": _reshaped,
+    "SqueezeBackward": _reshaped,
+    "ExpandBackward": _expanded,
+    "TransposeBackward": _transposed,
+    "TBackward": _of_one(torch.t),
+    "PermuteBackward": _permuted,
+    "SliceBackward": _sliced,
+    "SelectBackward": _selected,
+    "SplitBackward": _split,
+    "SplitWithSizesBackward": _split_by_sizes,
+    "UnbindBackward": _unbound,
+    "ViewAsRealBackward": _of_one(torch.view_as_real),
+    "ViewAsComplexBackward": _of_one(torch.view_as_complex),
+}
+_OPERATIONS: dict[str, Callable[[Any, int], Operation | None]] = {
+    **_VIEW_OPERATIONS,
+    # most are copies of tensors that are not contiguous
+    "CloneBackward": _of_one(methodcaller("clone", memory_format=torch.contiguous_format)),
+    "ToCopyBackward": _cast,
+    "CatBackward": _joined(torch.cat),
+    "StackBackward": _joined(torch.stack),
+    "NegBackward": _of_one(torch.neg),
+    "MulBackward0": _product_of(torch.mul),
+    "DivBackward0": _product_of(torch.div),
+    "AddBackward0": _sum_of(torch.add),
+    "SubBackward0": _sum_of(torch.sub),
+    "MmBackward": _mm,
+    "AddmmBackward": _addmm,
+}
+# what reads options that the metadata of the result has
+_RESULT_OPTIONS = {"ExpandBackward": _shape, "ToCopyBackward": _dtype_and_device}
+for _name, _build in _VIEW_OPERATIONS.items():
+    if _build is _reshaped:
+        _RESULT_OPTIONS[_name] = _shape
+# the attributes of other options
+_SAVED_OPTIONS = {
+    "TransposeBackward": ("_saved_dim0", "_saved_dim1"),
+    "PermuteBackward": ("_saved_dims",),
+    "SliceBackward": ("_saved_dim", "_saved_start", "_saved_end", "_saved_step"),
+    "SelectBackward": ("_saved_dim", "_saved_index"),
+    "SplitBackward": ("_saved_dim", "_saved_split_size"),
+    "SplitWithSizesBackward": ("_saved_dim", "_saved_split_sizes"),
+    "UnbindBackward": ("_saved_dim",),
+    "CatBackward": ("_saved_dim",),
+    "StackBackward": ("_saved_dim",),
+    "AddBackward0": ("_saved_alpha",),
+    "SubBackward0": ("_saved_alpha",),
+    "AddmmBackward": ("_saved_alpha", "_saved_beta"),
+}

@@ -1,0 +1,318 @@
+"""Attention saves recipes of its inputs by their nodes: after its first call no code runs twice."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import DEVICE, gemms, randn, saved_bytes
+from test_attention import D, H, NormedAttention, OfTorch, OwnAttention, T, layer_of
+from torch import nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointError
+from zoo import LoraLinear
+
+import fusedckpt
+from fusedckpt import fuse
+from fusedckpt.layers.notes import notes_of
+
+
+class Separate(nn.Module):
+    """With a linear for each input, one of which may have an adapter; keys may come from memory."""
+
+    def __init__(self, query=nn.Linear):
+        super().__init__()
+        self.query, self.key, self.value = query(D, D), nn.Linear(D, D), nn.Linear(D, D)
+        self.out = nn.Linear(D, D, bias=False)
+
+    def forward(self, x, memory=None):
+        memory = x if memory is None else memory
+        inputs = self.query(x), self.key(memory), self.value(memory)
+        q, k, v = (x.unflatten(-1, (H, -1)).transpose(1, 2) for x in inputs)
+        y = F.scaled_dot_product_attention(*self.between(q, k, v))
+        return self.out(y.transpose(1, 2).flatten(2))
+
+    def between(self, q, k, v):
+        """Return queries, keys and values as attention reads them."""
+        return q, k, v
+
+
+class RotaryByBuffers(Separate):
+    def __init__(self):
+        super().__init__()
+        angles = torch.arange(T)[:, None] / torch.arange(1, D // H + 1)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def between(self, q, k, v):
+        table = self.cos[: q.shape[2]], self.sin[: q.shape[2]]
+        return self.rotated(q, *table), self.rotated(k, *table), v
+
+    def rotated(self, x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return x * cos + torch.cat((-b, a), -1) * sin
+
+
+class ComplexRotary(RotaryByBuffers):
+    def rotated(self, x, cos, sin):
+        pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * cos[:, : D // H // 2]).flatten(-2).to(x.dtype)
+
+
+class Repeated(Separate):
+    def between(self, q, k, v):
+        return q, *[x[:, ::2].repeat_interleave(2, 1) for x in (k, v)]
+
+
+class ByPosition(Separate):
+    def __init__(self):
+        super().__init__()
+        self.position = nn.Parameter(torch.ones(T, D // H))
+
+    def between(self, q, k, v):
+        position = self.position[: q.shape[2]]
+        return (q + position) / 2, k - position, v
+
+
+def adapted():
+    return Separate(lambda *sizes: LoraLinear(nn.Linear(*sizes, bias=False), 4))
+
+
+def pair(kind, dtype=torch.float64, layer=layer_of):
+    torch.manual_seed(0)
+    eager = nn.ModuleList([layer(kind())]).to(DEVICE, dtype)[0]
+    model = copy.deepcopy(eager)
+    fuse(model)
+    return eager, model
+
+
+def step(model, x, **options):
+    """Return the result and all gradients of a training step."""
+    x = x.detach().clone().requires_grad_()
+    model.zero_grad()
+    y = model(x * 1, **options)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def assert_steps(eager, model, count=3, **options):
+    for number in range(count):
+        x = randn(2, T - number, D, dtype=next(model.parameters()).dtype)
+        torch.testing.assert_close(step(model, x, **options), step(eager, x, **options))
+
+
+def follows(model):
+    return any(notes_of(module).follows_nodes for module in model.modules())
+
+
+KINDS = [
+    OwnAttention,
+    OfTorch,
+    Separate,
+    adapted,
+    RotaryByBuffers,
+    ComplexRotary,
+    Repeated,
+    ByPosition,
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, NormedAttention])
+def test_gradients_and_bytes(kind):
+    """Those of the first call, which a checkpoint makes: also with other shapes in each step."""
+    # norms in float64 run as torch's, whose nodes tell no function
+    dtype = torch.float32 if kind is NormedAttention else torch.float64
+    eager, model = pair(kind, dtype)
+    x = randn(2, T, D, dtype=dtype).requires_grad_()
+    first = saved_bytes(model, [x])
+    assert follows(model)
+    assert_steps(eager, model, 4)
+    assert follows(model)
+    # views of buffers are counted where nodes save them
+    buffers = sum(b.nbytes for b in model.buffers())
+    assert first - 64 * 8 <= saved_bytes(model, [x]) <= first + buffers
+
+
+def num_runs(function):
+    """Return how often a function runs the module's code; its state is put back, also a count."""
+    runs = []
+    code = Separate.forward.__code__
+    sys.setprofile(
+        lambda frame, event, _: event == "call" and frame.f_code is code and runs.append(1)
+    )
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(runs)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU has no fused attention in float64")
+def test_code_runs_once_and_gemms_as_often():
+    """A checkpoint's recompute runs the code twice, but as many products."""
+    eager, model = pair(Separate)
+    x = randn(2, T, D, dtype=torch.float64)
+    runs, products = [], []
+    for _ in range(4):
+        products.append(len(gemms(lambda: runs.append(num_runs(lambda: step(model, x))))))
+    # the second call compares all values once, which takes three products more
+    assert runs == [2, 1, 1, 1]
+    assert products == [products[0], products[0] + 3, products[0], products[0]]
+    assert products[0] == len(gemms(lambda: step(eager, x))) + 3
+    # keys of other tensors than the module's argument
+    memory = randn(2, 5, D, dtype=torch.float64)
+    attention = [each.attention for each in (model, eager)]
+    for _ in range(3):
+        torch.testing.assert_close(*[step(a, x, memory=memory) for a in attention])
+
+
+def by_data(x):
+    x.data.mul_(2)
+
+
+def without_grad(x):
+    with torch.no_grad():
+        x.mul_(2)
+
+
+class Writes(Separate):
+    """Its code writes to a tensor before attention, which autograd does not see."""
+
+    writer = staticmethod(by_data)
+
+    def between(self, q, k, v):
+        self.writer(q)
+        return q * 1.5, k, v
+
+
+@pytest.mark.parametrize("writer", [by_data, without_grad])
+def test_an_unseen_write(writer, monkeypatch):
+    """All values are compared once, and samples in each backward."""
+    monkeypatch.setattr(Writes, "writer", staticmethod(writer))
+    eager, model = pair(Writes)
+    assert_steps(eager, model)
+    assert not follows(model)
+    # one that begins later
+    monkeypatch.setattr(Writes, "writer", staticmethod(lambda _: None))
+    eager, model = pair(Writes)
+    assert_steps(eager, model)
+    assert follows(model)
+    monkeypatch.setattr(Writes, "writer", staticmethod(writer))
+
+    if writer is without_grad:
+        # which changes the nodes of a view: what they had saved stays
+        assert_steps(eager, model)
+        assert not follows(model)
+        return
+
+    def steps():
+        # on a GPU the error comes one or two of them later
+        for _ in range(3):
+            step(model, randn(2, T, D, dtype=torch.float64))
+
+    with pytest.raises(CheckpointError, match="the result of a linear, if code writes there"):
+        steps()
+
+
+def in_place(q, k, v):
+    return q.mul_(1.5), k, v
+
+
+def part_in_place(q, k, v):
+    k = k * 1
+    k[..., :2] *= 2
+    return q, k, v
+
+
+def with_dropout(q, k, v):
+    return F.dropout(q, 0.5), k, v
+
+
+def of_made_constant(q, k, v):
+    return q * torch.rand(q.shape[2:], device=q.device).to(q), k, v
+
+
+@pytest.mark.parametrize("change", [in_place, part_in_place, with_dropout, of_made_constant])
+def test_functions_that_nodes_do_not_tell(change, monkeypatch):
+    """The checkpoint stays: recipes would save more, or other values."""
+    monkeypatch.setattr(Separate, "between", staticmethod(change))
+    eager, model = pair(Separate)
+    for number in range(3):
+        x = randn(2, T, D, dtype=torch.float64)
+        found = []
+        for each in (model, eager):
+            torch.manual_seed(number)
+            found.append(step(each, x))
+        torch.testing.assert_close(*found)
+    assert not follows(model)
+
+
+def test_a_call_that_is_another():
+    """With hooks, hooks on saved tensors, autocast and frozen weights, and as before between."""
+    eager, model = pair(Separate)
+    assert_steps(eager, model, 2)
+    handles = []
+    for each in (eager, model):
+        key = each.attention.key
+        handles.append(key.register_forward_hook(lambda _module, _args, y: y * 2))
+    assert_steps(eager, model, 2)
+    for handle in handles:
+        handle.remove()
+    with save_on_cpu():
+        assert_steps(eager, model, 1)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        assert_steps(eager, model, 1)
+    assert_steps(eager, model, 2)
+    assert follows(model)
+    for each in (eager, model):
+        each.attention.value.weight.requires_grad_(False)
+    assert_steps(eager, model, 2)
+    assert follows(model)
+    for each in (eager, model):
+        # no node has a frozen bias
+        each.attention.query.requires_grad_(False)
+    assert_steps(eager, model, 2)
+    assert not follows(model)
+
+
+def test_a_weight_that_is_written_before_backward():
+    _, model = pair(Separate)
+    x = randn(2, T, D, dtype=torch.float64)
+    for name in ("weight", "bias"):
+        for _ in range(2):
+            step(model, x)
+        loss = model(x).square().sum()
+        with torch.no_grad():
+            getattr(model.attention.key, name).mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_copies_and_pickles():
+    """Find patterns of their own; unfuse leaves none."""
+    eager, model = pair(Separate)
+    assert_steps(eager, model, 2)
+    assert model.attention._fusedckpt.patterns
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not twin.attention._fusedckpt.patterns
+        assert_steps(eager, twin, 2)
+        assert twin.attention._fusedckpt.patterns
+    fusedckpt.unfuse(model)
+    assert "_fusedckpt" not in vars(model.attention)
+
+
+def test_second_derivatives():
+    """As eager's where attention has some."""
+    eager, model = pair(Separate)
+    assert_steps(eager, model, 2)
+    x = randn(2, T, D, dtype=torch.float64)
+    found = []
+    for each in (model, eager):
+        weight = each.attention.out.weight
+        (first,) = torch.autograd.grad(each(x).square().sum(), weight, create_graph=True)
+        found.append([first, *torch.autograd.grad(first.square().sum(), weight)])
+    torch.testing.assert_close(*found)
