@@ -14,7 +14,7 @@ from functools import update_wrapper
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
 from torch.utils.weak import TensorWeakRef
 
@@ -86,7 +86,9 @@ class Argument:
         if isinstance(saved, Tensor):
             return saved
         tensor = saved.unpack()
-        if type(tensor) is not self._kind and type(tensor) is Tensor:
+        is_other = type(tensor) is not self._kind and type(tensor) is Tensor
+        # as a parameter it would be a leaf
+        if is_other and not issubclass(self._kind, nn.Parameter):
             # autograd saves no class; layers run their own forward for some
             return tensor.as_subclass(self._kind)
         return tensor

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedckpt.autograd import phases, private
+from fusedckpt.autograd.dispatch import cast_by
 from fusedckpt.autograd.private_nodes import PackedArgument, size_of_result
 from fusedckpt.autograd.recipes import (
     Count,
@@ -52,7 +53,6 @@ def may_save_recipes() -> bool:
     hooks = private.top_hooks()
     return (
         (hooks is None or phases.only_count(hooks))
-        and not private.is_any_autocast_on()
         and not private.num_function_modes()
         and not private.num_dispatch_modes()
         and not private.are_transforms_active()
@@ -146,6 +146,13 @@ class _Sequence:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return the result of the last function."""
+        if private.is_any_autocast_on():
+            # nodes tell functions of tensors that autocast has cast
+            with cast_by(inputs[0].device, None):
+                return self._run(inputs)
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[Tensor]) -> Tensor:
         functions = self._functions
         values: list[Any] = [*inputs]
         for function, arguments, last in self._steps:

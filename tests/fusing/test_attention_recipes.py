@@ -18,7 +18,7 @@ from zoo import LoraLinear
 
 import fusedckpt
 from fusedckpt import fuse
-from fusedckpt.layers.notes import notes_of
+from fusedckpt.layers.notes import notes_of, set_notes
 
 
 class Separate(nn.Module):
@@ -135,6 +135,37 @@ def test_gradients_and_bytes(kind):
     # views of buffers are counted where nodes save them
     buffers = sum(b.nbytes for b in model.buffers())
     assert first - 64 * 8 <= saved_bytes(model, [x]) <= first + buffers
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_autocast(is_inside):
+    """Copies of weights are made again; a backward inside casts nothing that nodes have not."""
+    _, model = pair(RotaryByBuffers, torch.float32)
+    other = copy.deepcopy(model)
+    set_notes(other.attention, follows_nodes=False)
+    nbytes = []
+    for each in (model, other):
+        for dtype in (torch.bfloat16, None, torch.bfloat16):
+            x = randn(2, T, D, dtype=torch.float32).requires_grad_()
+            with torch.autocast(DEVICE.type, dtype, enabled=dtype is not None):
+                nbytes.append(saved_bytes(each, [x]))
+    assert follows(model)
+    assert not follows(other)
+    table = sum(b.nbytes for b in model.buffers())
+    for first, count in zip(nbytes[3:], nbytes, strict=False):
+        assert first - 64 * 8 <= count <= first + table
+    x = randn(2, T, D, dtype=torch.float32)
+    for forward, backward in ((True, is_inside), (False, is_inside)):
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            given = x.clone().requires_grad_()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=forward):
+                loss = each(given * 1).float().square().sum()
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=backward):
+                loss.backward()
+            found.append([given.grad, *[p.grad for p in each.parameters()]])
+        torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def num_runs(function):

@@ -419,6 +419,44 @@ def test_a_batch_writes_no_parameter():
     torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
 
 
+class ByTable(AttentionAround):
+    """Is called with a parameter of the module around it, as DeBERTa's attention is."""
+
+    def __init__(self):
+        super().__init__(AFTER["nothing"])
+        self.project = nn.Linear(D, D)
+
+    def forward(self, x, table):
+        return super().forward(x + self.project(table))
+
+
+class WithTable(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D), ByTable()
+        self.table = nn.Parameter(torch.ones(3, D))
+
+    def forward(self, x):
+        return self.attention(self.norm(x), self.table)
+
+
+def test_a_parameter_among_the_arguments():
+    """Hooks that save the recipe of the input return it as a tensor: it has to stay a leaf."""
+    torch.manual_seed(0)
+    eager = WithTable().to(DEVICE)
+    fused = copy.deepcopy(eager)
+    fuse(fused)
+    for _ in range(3):
+        found = []
+        for model in (fused, eager):
+            model.zero_grad()
+            model(
+                torch.linspace(-1, 1, 6 * D, device=DEVICE).view(2, 3, D)
+            ).square().sum().backward()
+            found.append([p.grad for p in model.parameters()])
+        torch.testing.assert_close(*found)
+
+
 class OwnCheckpoint(torch.autograd.Function):
     """Runs a function again in backward: a checkpoint as projects write it for themselves."""
 
