@@ -122,7 +122,7 @@ CALLS: dict[str, tuple[int, int]] = {
     "a swapped gated MLP in a checkpoint": (90, 33),
     "an MLP in a block": (108, 35),
     "an MLP of functions in a block": (147, 62),
-    "a swapped attention": (123, 56),
+    "a swapped attention": (123, 58),
 }
 
 

@@ -162,11 +162,13 @@ def are_plain(*values: Any) -> bool:
         if isinstance(value, Tensor):
             kind = type(value)
             if not (kind is nn.Parameter or kind is Tensor or is_plain(kind)):
-                phases.OF_OTHERS.note()
+                phases.OF_OTHERS.note(kind)
                 return False
             if value.layout != torch.strided or value.is_nested:
                 return False
-    return not (phases.OF_OTHERS.is_used and phases.OF_OTHERS.is_recomputed())
+    # without a call of Python's outside of hooks
+    is_used = phases.OF_OTHERS.is_used and private.top_hooks() is not None
+    return not (is_used and phases.OF_OTHERS.is_recomputed())
 
 
 def has_hooks(*layers: nn.Module) -> bool:
@@ -363,7 +365,7 @@ def takes(name: str, key: str, value: Any) -> bool:
     if not isinstance(value, Tensor):
         arguments.wrong_type(name, key, "a tensor", value)
     if not is_plain(type(value)):
-        phases.OF_OTHERS.note()
+        phases.OF_OTHERS.note(type(value))
         kind = type(value).__name__
         if kind in _PARTED:
             raise TypeError(

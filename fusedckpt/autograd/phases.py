@@ -215,14 +215,16 @@ class _OfOthers:
     """Calls of torch's checkpoint whose forward passed a layer a tensor of a class of others.
 
     Such a layer runs its own forward. The recompute gets plain tensors, as autograd saves no
-    classes, so there all layers run their own.
+    classes, so there all layers run their own. It keeps those of other ops, such as DTensor.
     """
 
     # whether there was any such call
     is_used = False
 
-    def note(self) -> None:
-        """Note the call in whose forward this runs, if any."""
+    def note(self, kind: type[Tensor]) -> None:
+        """Note the call in whose forward this runs, if any; kind: the class."""
+        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            return
         frame = self._frame_in("forward")
         if frame is not None:
             frame._fusedckpt_of_others = True

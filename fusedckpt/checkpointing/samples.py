@@ -564,19 +564,20 @@ class _MadeSamples:
         """Take the elements of a result, and compare them when all results were seen."""
         rows = self._now
         layout = self.layouts[i]
-        if (value.shape, value.stride(), value.storage_offset()) != layout:
-            value = value.as_strided(*layout)
-        rows[i] = _elements_of(_local(value), i, layout[1])
-        if len(rows) == len(self.layouts):
+        with private.unseen(), private.unrecorded():
+            if (value.shape, value.stride(), value.storage_offset()) != layout:
+                value = value.as_strided(*layout)
+            rows[i] = _elements_of(_local(value), i, layout[1])
+            if len(rows) < len(self.layouts):
+                return
             self._now = {}
-            with private.unseen():
-                # nodes read them in an order of their own
-                now = _blocks_of(dict(sorted(rows.items())))
-            name = (
-                f"fuse: the result of a {self._maker}, if code writes there without a version, as "
-                "by .data"
-            )
-            compare_at_end(_paired(self._before, now, name, True, False, self._slack))
+            # nodes read them in an order of their own
+            now = _blocks_of(dict(sorted(rows.items())))
+        name = (
+            f"fuse: the result of a {self._maker}, if code writes there without a version, as by "
+            ".data"
+        )
+        compare_at_end(_paired(self._before, now, name, True, False, self._slack))
 
 
 CHECKS.append(_checks_of)

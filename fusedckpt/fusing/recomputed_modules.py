@@ -144,6 +144,8 @@ class Recomputed(Swapped):
             return y
         known = self._fusedckpt.patterns
         pattern = attention_recipes.save_recipes(call, view, known, count)
+        if count is not None:
+            self._count(call, count, (*args, *kwargs.values()))
         if pattern is None:
             set_notes(self, follows_nodes=False, patterns=())
             return y
@@ -153,6 +155,18 @@ class Recomputed(Swapped):
             source = partial(attention_recipes.recipe_of_result, pattern)
             index.put(call.results[0], index.MODULE, source)
         return y
+
+    def _count(self, call: FinishedCall, count: Any, values: Sequence[Any]) -> None:
+        """Count saved tensors as a checkpoint does.
+
+        Its arguments are counted, but for tensors in containers, which hold them, and buffers.
+        """
+        given = [value for value in values if isinstance(value, Tensor)]
+        for tensor in given:
+            if tensor is not call.x:
+                count(tensor)
+        inside = [t for t in tensors_among(values) if all(t is not each for each in given)]
+        attention_recipes.count_saved(call, count, {*map(storage_of, [*inside, *self.buffers()])})
 
     def _runs_unchanged(self, x: Any) -> bool:
         """Whether a call saves nothing for backward, or a level, compiler or checkpoint decides."""

@@ -76,7 +76,9 @@ def are_all_found(call: FinishedCall, dropped: set[Any]) -> bool:
         for value in recipe.inputs:
             if isinstance(value, Slot) and is_of_argument(value, nodes, call.since):
                 of_argument.add(value.packed.of(nodes[value.node]).data)
-    return replaced <= dropped <= replaced | of_argument
+    # where a norm reads the result, that is saved if the argument is a part of it
+    is_apart = None not in pattern.result.inputs
+    return is_apart and replaced <= dropped <= replaced | of_argument
 
 
 def save_recipes(
@@ -85,7 +87,7 @@ def save_recipes(
     """Let attention, and functions before it, save recipes of their inputs.
 
     view: how to read the call's argument, None where nodes save it; known: patterns of calls of the
-    module before; count: a hook that counts saved tensors, which has seen none of the call's.
+    module before; count: see `Count`.
 
     Returns:
         The pattern of the call, None where a recipe was not found, and nodes save what they had.
@@ -98,20 +100,20 @@ def save_recipes(
             # a tensor was written, or nodes have packed others
             continue
         recipes.save(count)
-        break
-    else:
-        pattern = None
-    if count is not None:
-        _count_saved(call, count)
-    return pattern
+        return pattern
+    return None
 
 
-def _count_saved(call: FinishedCall, count: Callable[[Tensor], Any]) -> None:
-    """Count the tensors that the nodes of a call have saved."""
-    for node in nodes_of(call):
+def count_saved(call: FinishedCall, count: Callable[[Tensor], Any], held: set[int]) -> None:
+    """Count the tensors that the nodes of a call have saved, for a hook that has seen none.
+
+    held: the storages of tensors that other code holds.
+    """
+    for node in sorted(nodes_of(call), key=private.number_of):
         for saved in private.saved_by(node):
             # hooks do not see numbers, which nodes save as tensors
-            if isinstance(saved, Tensor) and (saved.dim() or not saved.is_cpu):
+            is_tensor = isinstance(saved, Tensor) and (saved.dim() or not saved.is_cpu)
+            if is_tensor and key_of(saved) not in held:
                 count(saved)
 
 

@@ -132,9 +132,7 @@ def test_gradients_and_bytes(kind):
     assert follows(model)
     assert_steps(eager, model, 4)
     assert follows(model)
-    # views of buffers are counted where nodes save them
-    buffers = sum(b.nbytes for b in model.buffers())
-    assert first - 64 * 8 <= saved_bytes(model, [x]) <= first + buffers
+    assert saved_bytes(model, [x]) == first
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
@@ -151,9 +149,7 @@ def test_autocast(is_inside):
                 nbytes.append(saved_bytes(each, [x]))
     assert follows(model)
     assert not follows(other)
-    table = sum(b.nbytes for b in model.buffers())
-    for first, count in zip(nbytes[3:], nbytes, strict=False):
-        assert first - 64 * 8 <= count <= first + table
+    assert nbytes[:3] == nbytes[3:]
     x = randn(2, T, D, dtype=torch.float32)
     for forward, backward in ((True, is_inside), (False, is_inside)):
         found = []
