@@ -221,9 +221,10 @@ class _OfOthers:
     # whether there was any such call
     is_used = False
 
-    def note(self, kind: type[Tensor]) -> None:
+    def note(self, kind: Any) -> None:
         """Note the call in whose forward this runs, if any; kind: the class."""
-        if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        plain: Any = Tensor
+        if kind.__torch_dispatch__ is not plain.__torch_dispatch__:
             return
         frame = self._frame_in("forward")
         if frame is not None:
