@@ -29,6 +29,8 @@ class _Override(threading.local):
     def __init__(self) -> None:
         self.level: str | None = None
         self.store: str | None = None
+        # whether layers that share recipes save what torch does
+        self.is_plain = False
 
 
 override = _Override()
@@ -66,6 +68,17 @@ def saving(level: str | None = None, *, store: str | None = None) -> Iterator[No
         yield
     finally:
         override.level, override.store = before
+
+
+@contextmanager
+def plain_layers() -> Iterator[None]:
+    """Let layers that share recipes save what torch does, as a module around finds the recipes."""
+    before = override.is_plain
+    override.is_plain = True
+    try:
+        yield
+    finally:
+        override.is_plain = before
 
 
 def check_store(name: str, store: Any) -> None:

@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -370,10 +370,6 @@ raw_saved: Callable[[Any], Any] = _probe(
 )
 # the process groups. Without it each process is taken for one of several
 _GROUPS: Any = _probe("distributed.distributed_c10d._pg_map", (None,))
-# the packed tensors of torch's own nodes are attributes of names that begin so
-_SAVED = "_raw_saved_"
-# that of the tensor itself, without this part
-_RAW = "_raw"
 
 
 def has_ranks() -> bool:
@@ -381,172 +377,9 @@ def has_ranks() -> bool:
     return bool(_GROUPS)
 
 
-@cache
-def is_sum(kind: type) -> bool:
-    """Whether a class of nodes is that of sums of two tensors, perhaps with a factor."""
-    return kind.__name__ == "AddBackward0"
-
-
-@cache
-def is_product(kind: type) -> bool:
-    """Whether a class of nodes is that of products of two tensors."""
-    return kind.__name__ == "MulBackward0"
-
-
-# the attributes by which a node of a product has its packed factors
-FACTORS = "_raw_saved_self", "_raw_saved_other"
-
-
-_BATCH_NORM_NODES = (
-    "NativeBatchNormBackward0",
-    "CudnnBatchNormBackward0",
-    "MiopenBatchNormBackward0",
-)
-_GROUP_NORM_NODE = "NativeGroupNormBackward0"
-
-
-@cache
-def is_norm(kind: type) -> bool:
-    """Whether a class of nodes is that of batch or group norms."""
-    return kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
-
-
-def vectors_of_norm(node: Any) -> tuple[Any, Any] | None:
-    """Return the weight and bias of a norm by its node, None where it does not tell the bias."""
-    weight = node._saved_weight
-    if weight is None:
-        return None, None
-    # of a parameter that is trained
-    bias = getattr(node.next_functions[2][0], "variable", None)
-    return None if bias is None else (weight, bias)
-
-
-def running_of_norm(node: Any) -> tuple[Any, Any]:
-    """Return the running mean and variance of a batch norm by its node, None for a group norm."""
-    return getattr(node, "_saved_running_mean", None), getattr(node, "_saved_running_var", None)
-
-
-def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
-    """Return the nodes of the two tensors of a sum, each with the number of its result.
-
-    () where one has a factor.
-    """
-    if getattr(node, "_saved_alpha", None) != 1:
-        return ()
-    return node.next_functions
-
-
-@cache
-def is_cat(kind: type) -> bool:
-    """Whether a class of nodes is that of concatenations."""
-    return kind.__name__ == "CatBackward0"
-
-
-def dim_of_cat(node: Any) -> int:
-    """Return the dimension of a concatenation by its node."""
-    return signed(node._saved_dim)
-
-
-def shape_of_result(node: Any, number: int, x: Tensor) -> torch.Size | None:
-    """Return the shape of a result of a node, if it has as many dimensions as x, and its dtype.
-
-    number: of the node's results; None for a node that is None, as of a tensor without gradient.
-    """
-    results = getattr(node, "_input_metadata", ())[number : number + 1]
-    if not results or results[0].dtype is not x.dtype or len(results[0].shape) != x.dim():
-        return None
-    return torch.Size(results[0].shape)
-
-
-def without_padding(node: Any) -> Any:
-    """Return a node, or the one before it where it is that of a padding by nothing."""
-    if node.__class__.__name__ == "ConstantPadNdBackward0" and not any(node._saved_pad):
-        return node.next_functions[0][0]
-    return node
-
-
-def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
-    """Return the view that a node tells, as a function of the base; None for other nodes.
-
-    number: of the node's results.
-    """
-    kind = name_of_kind(node.__class__)
-    if kind == "UnsqueezeBackward":
-        return methodcaller("unsqueeze", signed(node._saved_dim))
-    if kind == "SplitBackward":
-        dim, size = signed(node._saved_dim), node._saved_split_size
-        # without the other parts
-        return lambda base: base.narrow(
-            dim, number * size, min(size, base.shape[dim] - number * size)
-        )
-    return None
-
-
-def signed(number: int) -> int:
-    """Return a number that torch shows without its sign."""
-    return number - (1 << 64) if number >> 63 else number
-
-
-@cache
-def name_of_kind(kind: type) -> str:
-    """Return the name of a class of torch's nodes, without the number of its overload."""
-    return kind.__name__.rstrip("0123456789")
-
-
-def saved_options(node: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
-    """Return options of a call by their names, as its node has saved them."""
-    return tuple([getattr(node, "_saved_" + name) for name in names])
-
-
-def options_of_norm(node: Any) -> tuple[int, float, bool, torch.dtype | None] | None:
-    """Return options of a batch or group norm's call by its node, None for other nodes.
-
-    That is the number of groups, 0 for batch norm; eps; whether batch norm read batch statistics;
-    and the dtype of the weight, None for none.
-    """
-    # without calls of functions
-    kind = node.__class__.__name__
-    if kind == _GROUP_NORM_NODE:
-        groups, eps, by_batch = node._saved_group, node._saved_eps, True
-    elif kind in _BATCH_NORM_NODES:
-        eps = node._saved_eps if kind == _BATCH_NORM_NODES[0] else node._saved_epsilon
-        groups, by_batch = 0, node._saved_training
-    else:
-        return None
-    weight = node._saved_weight
-    return groups, eps, by_batch, None if weight is None else weight.dtype
-
-
-def saved_by(node: Any) -> list[Any]:
-    """Return the tensors that a node has saved, and objects of hooks in place of them."""
-    try:
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            saved: Any = raw_saved(node)
-        else:
-            saved = []
-            for name in names_of_saved(type(node)):
-                value = getattr(node, name)
-                saved += value if isinstance(value, (list, tuple)) else [value]
-        return [part.data for part in saved if part is not None]
-    except (RuntimeError, ValueError):
-        # the node has run already, or was written since
-        return []
-
-
-@cache
-def names_of_saved(kind: type) -> tuple[str, ...]:
-    """Return the attributes by which a class of torch's nodes has its packed tensors."""
-    return tuple([name for name in dir(kind) if name.startswith(_SAVED)])
-
-
 def calls_as(base: type[nn.Module], kind: type[nn.Module]) -> bool:
     """Whether a subclass of a convolution of torch's has the method that the forward calls."""
     return getattr(kind, "_conv_forward", None) is getattr(base, "_conv_forward", None)
-
-
-def saved_tensor(node: Any, name: str) -> Tensor:
-    """Return a packed tensor of a node by its attribute; raise RuntimeError if it was written."""
-    return getattr(node, name.removeprefix(_RAW))
 
 
 # hooks on a tensor. Without them each is taken to have some, and no norm's result is shared

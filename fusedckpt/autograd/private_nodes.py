@@ -1,7 +1,8 @@
-"""Nodes of torch's functions: the function that a node tells, and where its tensors are.
+"""Nodes of torch's functions: what private attributes of theirs tell.
 
-A node has packed tensors, and options, of its call; its result's shape is in its metadata. Nodes
-that are not in `_OPERATIONS`, or that lack such an attribute in this torch, tell nothing.
+A node has packed tensors, and options, of its call; its result's shape is in its metadata. So a
+node tells the function of its call (`operation_of`), and where the tensors are that this reads.
+Nodes that are not in `_OPERATIONS`, or that lack such an attribute in this torch, tell nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,152 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd.private import (
-    FACTORS,
-    name_of_kind,
-    names_of_saved,
-    signed,
+from fusedckpt.autograd.private import raw_saved
+
+# the packed tensors of torch's own nodes are attributes of names that begin so
+_SAVED = "_raw_saved_"
+# that of the tensor itself, without this part
+_RAW = "_raw"
+# the attributes by which a node of a product has its packed factors
+FACTORS = "_raw_saved_self", "_raw_saved_other"
+_BATCH_NORM_NODES = (
+    "NativeBatchNormBackward0",
+    "CudnnBatchNormBackward0",
+    "MiopenBatchNormBackward0",
 )
+_GROUP_NORM_NODE = "NativeGroupNormBackward0"
+
+
+@cache
+def name_of_kind(kind: type) -> str:
+    """Return the name of a class of torch's nodes, without the number of its overload."""
+    return kind.__name__.rstrip("0123456789")
+
+
+@cache
+def names_of_saved(kind: type) -> tuple[str, ...]:
+    """Return the attributes by which a class of torch's nodes has its packed tensors."""
+    return tuple([name for name in dir(kind) if name.startswith(_SAVED)])
+
+
+def saved_by(node: Any) -> list[Any]:
+    """Return the tensors that a node has saved, and objects of hooks in place of them."""
+    try:
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            saved: Any = raw_saved(node)
+        else:
+            saved = []
+            for name in names_of_saved(type(node)):
+                value = getattr(node, name)
+                saved += value if isinstance(value, (list, tuple)) else [value]
+        return [part.data for part in saved if part is not None]
+    except (RuntimeError, ValueError):
+        # the node has run already, or was written since
+        return []
+
+
+def saved_tensor(node: Any, name: str) -> Tensor:
+    """Return a packed tensor of a node by its attribute; raise RuntimeError if it was written."""
+    return getattr(node, name.removeprefix(_RAW))
+
+
+def saved_options(node: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return options of a call by their names, as its node has saved them."""
+    return tuple([getattr(node, "_saved_" + name) for name in names])
+
+
+def meta_of_result(node: Any, number: int) -> Any:
+    """Return the metadata of a node's result: shape, dtype and device; None where it has none.
+
+    node: may be None, as that of a tensor without gradient.
+    """
+    results = getattr(node, "_input_metadata", ())[number : number + 1]
+    return results[0] if results else None
+
+
+@cache
+def is_sum(kind: type) -> bool:
+    """Whether a class of nodes is that of sums of two tensors, perhaps with a factor."""
+    return kind.__name__ == "AddBackward0"
+
+
+@cache
+def is_product(kind: type) -> bool:
+    """Whether a class of nodes is that of products of two tensors."""
+    return kind.__name__ == "MulBackward0"
+
+
+def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
+    """Return the nodes of the two tensors of a sum, each with the number of its result.
+
+    () where one has a factor.
+    """
+    if getattr(node, "_saved_alpha", None) != 1:
+        return ()
+    return node.next_functions
+
+
+@cache
+def is_norm(kind: type) -> bool:
+    """Whether a class of nodes is that of batch or group norms."""
+    return kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
+
+
+def options_of_norm(node: Any) -> tuple[int, float, bool, torch.dtype | None] | None:
+    """Return options of a batch or group norm's call by its node, None for other nodes.
+
+    That is the number of groups, 0 for batch norm; eps; whether batch norm read batch statistics;
+    and the dtype of the weight, None for none.
+    """
+    # without calls of functions
+    kind = node.__class__.__name__
+    if kind == _GROUP_NORM_NODE:
+        groups, eps, by_batch = node._saved_group, node._saved_eps, True
+    elif kind in _BATCH_NORM_NODES:
+        eps = node._saved_eps if kind == _BATCH_NORM_NODES[0] else node._saved_epsilon
+        groups, by_batch = 0, node._saved_training
+    else:
+        return None
+    weight = node._saved_weight
+    return groups, eps, by_batch, None if weight is None else weight.dtype
+
+
+def vectors_of_norm(node: Any) -> tuple[Any, Any] | None:
+    """Return the weight and bias of a norm by its node, None where it does not tell the bias."""
+    weight = node._saved_weight
+    if weight is None:
+        return None, None
+    # of a parameter that is trained
+    bias = getattr(node.next_functions[2][0], "variable", None)
+    return None if bias is None else (weight, bias)
+
+
+def running_of_norm(node: Any) -> tuple[Any, Any]:
+    """Return the running mean and variance of a batch norm by its node, None for a group norm."""
+    return getattr(node, "_saved_running_mean", None), getattr(node, "_saved_running_var", None)
+
+
+@cache
+def is_cat(kind: type) -> bool:
+    """Whether a class of nodes is that of concatenations."""
+    return kind.__name__ == "CatBackward0"
+
+
+def dim_of_cat(node: Any) -> int:
+    """Return the dimension of a concatenation by its node."""
+    return _signed(node._saved_dim)
+
+
+def without_padding(node: Any) -> Any:
+    """Return a node, or the one before it where it is that of a padding by nothing."""
+    if node.__class__.__name__ == "ConstantPadNdBackward0" and not any(node._saved_pad):
+        return node.next_functions[0][0]
+    return node
+
+
+def _signed(number: int) -> int:
+    """Return a number that torch shows without its sign."""
+    return number - (1 << 64) if number >> 63 else number
 
 
 class PackedArgument(NamedTuple):
@@ -42,8 +183,8 @@ class PackedArgument(NamedTuple):
     def tensor(self, node: Any) -> Tensor:
         """Return the tensor itself; raise RuntimeError where it was written or is freed."""
         if self.place is None:
-            # without "_raw", see `private.saved_tensor`
-            return getattr(node, self.name[4:])
+            # `saved_tensor`, without a call
+            return getattr(node, self.name[len(_RAW) :])
         return node.saved_tensors[self.place]
 
 
@@ -92,11 +233,6 @@ def is_view(kind: type) -> bool:
     return name_of_kind(kind) in _VIEW_OPERATIONS
 
 
-def size_of_result(node: Any, number: int) -> torch.Size:
-    """Return the shape of a node's result."""
-    return torch.Size(node._input_metadata[number].shape)
-
-
 def operation_of(node: Any, number: int) -> Operation | None:
     """Return the function of a node's call, None where the node does not tell it.
 
@@ -105,6 +241,15 @@ def operation_of(node: Any, number: int) -> Operation | None:
     kind = node.__class__
     build = _operation_by(kind)
     return None if build is None else build(node, number)
+
+
+def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
+    """Return the view that a node tells, as a function of the base; None for other nodes.
+
+    number: of the node's results.
+    """
+    operation = operation_of(node, number) if is_view(node.__class__) else None
+    return None if operation is None else operation.function
 
 
 @cache
@@ -144,29 +289,29 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _reshaped(node: Any, number: int) -> Operation:
-    return Operation(methodcaller("reshape", size_of_result(node, number)), _ONE)
+    return Operation(methodcaller("reshape", meta_of_result(node, number).shape), _ONE)
 
 
 def _expanded(node: Any, number: int) -> Operation:
-    return Operation(methodcaller("expand", size_of_result(node, number)), _ONE)
+    return Operation(methodcaller("expand", meta_of_result(node, number).shape), _ONE)
 
 
 def _cast(node: Any, number: int) -> Operation:
-    meta = node._input_metadata[number]
+    meta = meta_of_result(node, number)
     return Operation(methodcaller("to", meta.device, meta.dtype), _ONE)
 
 
 def _transposed(node: Any, _: int) -> Operation:
-    dims = signed(node._saved_dim0), signed(node._saved_dim1)
+    dims = _signed(node._saved_dim0), _signed(node._saved_dim1)
     return Operation(methodcaller("transpose", *dims), _ONE)
 
 
 def _permuted(node: Any, _: int) -> Operation:
-    return Operation(methodcaller("permute", [*map(signed, node._saved_dims)]), _ONE)
+    return Operation(methodcaller("permute", [*map(_signed, node._saved_dims)]), _ONE)
 
 
 def _sliced(node: Any, _: int) -> Operation:
-    dim, start, end = map(signed, (node._saved_dim, node._saved_start, node._saved_end))
+    dim, start, end = map(_signed, (node._saved_dim, node._saved_start, node._saved_end))
     part = slice(start, end, node._saved_step)
     index = (*(slice(None),) * dim, part) if dim >= 0 else (..., part, *(slice(None),) * (-1 - dim))
     return Operation(methodcaller("__getitem__", index), _ONE)
@@ -174,27 +319,32 @@ def _sliced(node: Any, _: int) -> Operation:
 
 def _selected(node: Any, _: int) -> Operation:
     return Operation(
-        methodcaller("select", signed(node._saved_dim), signed(node._saved_index)), _ONE
+        methodcaller("select", _signed(node._saved_dim), _signed(node._saved_index)), _ONE
     )
 
 
 def _split(node: Any, number: int) -> Operation:
-    size, dim = node._saved_split_size, signed(node._saved_dim)
-    return Operation(lambda x: x.split(size, dim)[number], _ONE)
+    return _part(node, number * node._saved_split_size, node._saved_split_size)
 
 
 def _split_by_sizes(node: Any, number: int) -> Operation:
-    sizes, dim = [*node._saved_split_sizes], signed(node._saved_dim)
-    return Operation(lambda x: x.split(sizes, dim)[number], _ONE)
+    sizes = node._saved_split_sizes
+    return _part(node, sum(sizes[:number]), sizes[number])
+
+
+def _part(node: Any, start: int, size: int) -> Operation:
+    """Return the function of one part, without the others."""
+    dim = _signed(node._saved_dim)
+    return Operation(lambda x: x.narrow(dim, start, min(size, x.shape[dim] - start)), _ONE)
 
 
 def _unbound(node: Any, number: int) -> Operation:
-    return Operation(methodcaller("select", signed(node._saved_dim), number), _ONE)
+    return Operation(methodcaller("select", _signed(node._saved_dim), number), _ONE)
 
 
 def _joined(function: Callable[..., Tensor]) -> Callable[[Any, int], Operation]:
     def build(node: Any, _: int) -> Operation:
-        dim = signed(node._saved_dim)
+        dim = _signed(node._saved_dim)
         return Operation(lambda *x: function(x, dim), (None,) * len(node.next_functions))
 
     return build

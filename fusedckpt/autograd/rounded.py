@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from fusedckpt.autograd import dispatch, private
+from fusedckpt.autograd.private_nodes import saved_by
 from fusedckpt.autograd.recipes import Count, Leaf, View
 from fusedckpt.autograd.storages import VersionCheck, is_dense, owns_storage, storage_of
 from fusedckpt.kernels import int8
@@ -57,9 +58,7 @@ def is_kept(tensor: Tensor) -> bool:
     if node is None:
         return False
     key = storage_of(tensor)
-    return any(
-        isinstance(saved, Tensor) and storage_of(saved) == key for saved in private.saved_by(node)
-    )
+    return any(isinstance(saved, Tensor) and storage_of(saved) == key for saved in saved_by(node))
 
 
 class RoundedLayout(NamedTuple):

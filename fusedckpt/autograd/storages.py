@@ -54,6 +54,24 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
+class _Empties(dict[tuple[torch.device, torch.dtype], Tensor]):
+    """Tensors without memory."""
+
+    def __missing__(self, key: tuple[torch.device, torch.dtype]) -> Tensor:
+        device, dtype = key
+        return self.setdefault(key, torch.empty(0, device=device, dtype=dtype))
+
+
+_EMPTIES = _Empties()
+
+
+def write_counter(tensor: Tensor) -> Tensor:
+    """Return a tensor without memory that has the version of another one, as that may be freed."""
+    counter = tensor.detach()
+    counter.data = _EMPTIES[tensor.device, tensor.dtype]
+    return counter
+
+
 class VersionCheck:
     """Notes the version of a tensor, and keeps none of its memory."""
 
@@ -62,11 +80,9 @@ class VersionCheck:
     def __init__(self, tensor: Tensor, name: str):
         # of the tensor, for the error
         self._name = name
-        # has the version counter of the tensor
-        self._count = tensor.detach()
+        self._count = write_counter(tensor)
         self._shape = tensor.shape
         self.version = tensor._version
-        self._count.data = tensor.new_empty(0)
 
     def is_current(self) -> bool:
         """Whether the tensor is as it was."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedckpt.autograd.storages import VersionCheck
 from fusedckpt.kernels.runtime import HALF
 
 # after so many calls that code did not write after, a norm saves its inputs as they are
@@ -26,8 +27,8 @@ class InputCopies:
         # whether the next call copies its input
         self.is_on = True
         self._is_written = False
-        # tensors that count the writes to an input, which may be freed, and the counts at the call
-        self._counters: list[tuple[Tensor, int]] = []
+        # of inputs, which may be freed
+        self._checks: list[VersionCheck] = []
 
     def __reduce__(self) -> Any:
         """Let a copy begin anew, as copies of tensors count from 0."""
@@ -40,15 +41,13 @@ class InputCopies:
         if not torch.is_grad_enabled() or x.__class__ is not Tensor:
             return x
         if not self._is_written:
-            self._is_written = any(t._version != version for t, version in self._counters)
+            self._is_written = not all(check.is_current() for check in self._checks)
             if self._is_written:
-                self._counters = []
-            elif len(self._counters) == _CALLS:
-                self._counters = []
+                self._checks = []
+            elif len(self._checks) == _CALLS:
+                self._checks = []
                 self.is_on = False
                 return x
             else:
-                counter = x.detach()
-                counter.data = torch.empty(0, dtype=x.dtype, device=x.device)
-                self._counters.append((counter, x._version))
+                self._checks.append(VersionCheck(x, ""))
         return x.clone()

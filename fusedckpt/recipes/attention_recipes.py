@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fusedckpt.autograd import phases, private
 from fusedckpt.autograd.dispatch import cast_by
-from fusedckpt.autograd.private_nodes import PackedArgument, size_of_result
+from fusedckpt.autograd.private_nodes import PackedArgument, meta_of_result, saved_by
 from fusedckpt.autograd.recipes import (
     Count,
     Leaf,
@@ -110,7 +111,7 @@ def count_saved(call: FinishedCall, count: Callable[[Tensor], Any], held: set[in
     held: the storages of tensors that other code holds.
     """
     for node in sorted(nodes_of(call), key=private.number_of):
-        for saved in private.saved_by(node):
+        for saved in saved_by(node):
             # hooks do not see numbers, which nodes save as tensors
             is_tensor = isinstance(saved, Tensor) and (saved.dim() or not saved.is_cpu)
             if is_tensor and key_of(saved) not in held:
@@ -133,8 +134,8 @@ def _matching(
 
 def _fills(node: Any, packed: PackedArgument) -> bool:
     """Whether a tensor that a node has packed fills its memory."""
-    x: Any = packed.tensor(node)
-    return x is None or x.untyped_storage().nbytes() == x.nbytes
+    x = packed.of(node).data
+    return x.__class__ not in PLAIN_TENSORS or x.untyped_storage().nbytes() == x.nbytes
 
 
 class _Sequence:
@@ -175,7 +176,7 @@ class _Recipes:
         # of the argument's storage, where that has a recipe
         self._key = None if view is None else key_of(x)
         # by the places of slots
-        self._views: list[View | None] = [None] * pattern.num_slots
+        self._views: list[View | Leaf | None] = [None] * pattern.num_slots
         # those that nodes are to save
         self._saved: list[tuple[Any, PackedArgument, View]] = []
         # by the places of recipes; and of those that attention reads, a view and the whole result
@@ -190,16 +191,28 @@ class _Recipes:
             RuntimeError: a tensor was written.
         """
         for slot, place in self._pattern.found:
-            node = self._nodes[slot.node]
-            packed = slot.packed
-            x: Any = packed.tensor(node)
-            if x is None:
+            node, packed = self._nodes[slot.node], slot.packed
+            # `_saved_at`, without a call
+            data = packed.of(node).data
+            if data is None:
                 # no gradient reads it
                 continue
+            if data.__class__ is View or data.__class__ is Leaf:
+                # attention in a module inside has saved a recipe
+                self._views[slot.place] = data
+                continue
+            if data.__class__ not in PLAIN_TENSORS:
+                raise UnknownNode
+            x = packed.tensor(node)
             made = self._made[place]
-            view = View(made or self._new(place, x), 0, x.shape, x.stride(), x.storage_offset())
-            if made is None and packed.is_of_attention:
-                self._read.append((view, self._whole(place, x)))
+            whole = None
+            if made is None:
+                whole = self._whole(place, x)
+                made = self._made[place] = self._new(place, whole)
+            # `view_in`, without a call
+            view = View(made, 0, x.shape, x.stride(), x.storage_offset())
+            if whole is not None and packed.is_of_attention:
+                self._read.append((view, whole))
             self._views[slot.place] = view
             self._saved.append((node, packed, view))
 
@@ -207,22 +220,20 @@ class _Recipes:
         """Return the tensor that fills the memory of a slot's tensor; place: of the recipe."""
         nbytes = x.untyped_storage().nbytes()
         whole = self._pattern.recipes[place].whole
-        if whole is not None:
-            shape = size_of_result(self._nodes[whole[0]], whole[1])
-            if shape.numel() * x.itemsize == nbytes:
-                return x.detach().as_strided((shape.numel(),), (1,), 0).view(shape)
-        elif x.nbytes == nbytes:
-            return x
+        # a version tells a write that no node tells
+        if not x._version:
+            if whole is None and x.nbytes == nbytes:
+                return x
+            if whole is not None:
+                shape = torch.Size(meta_of_result(self._nodes[whole[0]], whole[1]).shape)
+                if shape.numel() * x.itemsize == nbytes:
+                    return x.detach().as_strided((shape.numel(),), (1,), 0).view(shape)
         raise UnknownNode
 
-    def _new(self, place: int, x: Tensor) -> Made:
-        """Return a recipe, given the tensor of a slot."""
-        # a version tells a write that no node tells
-        if x._version:
-            raise UnknownNode
+    def _new(self, place: int, whole: Tensor) -> Made:
+        """Return a recipe, given the tensor that fills the memory."""
         recipe = self._pattern.recipes[place]
         inputs = [*map(self._input, recipe.inputs)]
-        whole = self._whole(place, x)
         made = Made("linear", _Sequence(self._functions, recipe.steps), inputs, [whole])
         compared = self._pattern.compared
         if compared[place] is None:
@@ -230,7 +241,6 @@ class _Recipes:
             compared[place] = makes_again(made, whole)
         if not compared[place]:
             raise UnknownNode
-        self._made[place] = made
         return made
 
     def _input(self, value: Slot | int | None) -> View | Leaf:

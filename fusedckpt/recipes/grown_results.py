@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import private
+from fusedckpt.autograd import private_nodes
 from fusedckpt.autograd.recipes import Made, read_passing
 from fusedckpt.autograd.replay import Replay, replay_of
 
@@ -63,30 +63,31 @@ class MadeOfParts(Made):
 @cache
 def is_grown(kind: type) -> bool:
     """Whether a class of nodes is that of such a function."""
-    return private.is_cat(kind) or private.name_of_kind(kind) in _UPSAMPLINGS
+    return private_nodes.is_cat(kind) or private_nodes.name_of_kind(kind) in _UPSAMPLINGS
 
 
 def parts_of_grown(node: Any, x: Tensor) -> list[GrownPart]:
     """Return the parts of a result x by its node, [] for a node that does not tell them."""
-    if not private.is_cat(node.__class__):
+    if not private_nodes.is_cat(node.__class__):
         return _parts_of_scaled(node, x)
-    dim = private.dim_of_cat(node)
+    dim = private_nodes.dim_of_cat(node)
     inputs = node.next_functions
     parts = []
     start = 0
     for parent, number in inputs:
-        shape = private.shape_of_result(parent, number, x)
-        if shape is None:
+        meta = private_nodes.meta_of_result(parent, number)
+        if meta is None or meta.dtype is not x.dtype or len(meta.shape) != x.dim():
             return []
+        shape = torch.Size(meta.shape)
         view = methodcaller("narrow", dim, start, shape[dim])
-        parts.append(GrownPart(private.without_padding(parent), shape, view))
+        parts.append(GrownPart(private_nodes.without_padding(parent), shape, view))
         start += shape[dim]
     return parts
 
 
 def _parts_of_scaled(node: Any, x: Tensor) -> list[GrownPart]:
     """Return the picture that a larger one was made of: each pixel once, if all are repeated."""
-    shape, *scales = private.saved_options(node, ("self_sym_sizes", "scales_h", "scales_w"))
+    shape, *scales = private_nodes.saved_options(node, ("self_sym_sizes", "scales_h", "scales_w"))
     ((parent, _),) = node.next_functions
     steps = [slice(None), slice(None)]
     for size, before, scale in zip(x.shape[2:], shape[2:], scales, strict=True):
@@ -95,18 +96,18 @@ def _parts_of_scaled(node: Any, x: Tensor) -> list[GrownPart]:
         if rest or step.bit_count() > 1 or scale not in (None, step):
             return [GrownPart(parent, shape, None)]
         steps.append(slice(None, None, step))
-    is_repeated = private.name_of_kind(node.__class__) == _REPEATING
+    is_repeated = private_nodes.name_of_kind(node.__class__) == _REPEATING
     return [GrownPart(parent, shape, itemgetter(tuple(steps)) if is_repeated else None)]
 
 
 def replay_of_grown(node: Any, x: Tensor, num_parts: int) -> Replay:
     """Return the call that made a result x, as a function of its parts."""
     tensors = [x] * num_parts
-    if private.is_cat(node.__class__):
-        replay, _ = replay_of(torch.cat, (tensors, private.dim_of_cat(node)), {})
+    if private_nodes.is_cat(node.__class__):
+        replay, _ = replay_of(torch.cat, (tensors, private_nodes.dim_of_cat(node)), {})
     else:
-        func, names = _UPSAMPLINGS[private.name_of_kind(node.__class__)]
-        options = dict(zip(names, private.saved_options(node, names), strict=True))
+        func, names = _UPSAMPLINGS[private_nodes.name_of_kind(node.__class__)]
+        options = dict(zip(names, private_nodes.saved_options(node, names), strict=True))
         replay, _ = replay_of(func, tensors, options)
     # the tensors are those that autocast has cast
     replay.autocast = None

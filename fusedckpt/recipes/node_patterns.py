@@ -97,8 +97,9 @@ class _Edge(NamedTuple):
     number: int
     # the number of that among the node's own results
     result: int
-    # the node's place, and whether no edge before reaches it
+    # the node's place
     place: int
+    # whether no edge before reaches it
     is_new: bool
     # the class of the node
     kind: type

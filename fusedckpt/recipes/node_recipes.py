@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedckpt.autograd import dispatch, index, levels, private, tracker
+from fusedckpt.autograd import dispatch, index, levels, private, private_nodes, tracker
 from fusedckpt.autograd.dispatch import path_of
 from fusedckpt.autograd.index import CHANNELS
 from fusedckpt.autograd.phases import only_count
@@ -41,6 +41,7 @@ from fusedckpt.autograd.recipes import (
     view_in,
 )
 from fusedckpt.autograd.replay import PLAIN_TENSORS, Replay, replay_of
+from fusedckpt.autograd.storages import write_counter
 from fusedckpt.autograd.tracker import LIMIT, SHARE
 from fusedckpt.autograd.weak_map import WeakMap
 from fusedckpt.blocks import reader
@@ -114,16 +115,6 @@ class CountedLeaf(Leaf):
         """Do nothing: it is counted, and stays."""
 
 
-class _Empties(dict[torch.device, Tensor]):
-    """Tensors without memory, by their devices."""
-
-    def __missing__(self, device: torch.device) -> Tensor:
-        return self.setdefault(device, torch.empty(0, device=device))
-
-
-_EMPTIES = _Empties()
-
-
 def note_result(
     node: Any,
     y: Tensor,
@@ -136,10 +127,8 @@ def note_result(
     if made is not None:
         made.result = partial(unwritten, weakref.ref(y), y._version)
         known.made = weakref.ref(made)
-    counter = y.detach()
-    counter.data = _EMPTIES[y.device]
     layout = y.shape, y.stride(), y.dtype
-    node.metadata[_ENTRY] = Entry(known, source, counter, known.parameters, layout)
+    node.metadata[_ENTRY] = Entry(known, source, write_counter(y), known.parameters, layout)
 
 
 def unwritten(reference: weakref.ref[Tensor], version: int) -> Tensor | None:
@@ -151,7 +140,7 @@ def unwritten(reference: weakref.ref[Tensor], version: int) -> Tensor | None:
 @cache
 def saved_names(kind: type) -> tuple[str, str]:
     """Return the attributes by which a node's class has its input and its result, "" for none."""
-    names = private.names_of_saved(kind)
+    names = private_nodes.names_of_saved(kind)
     inputs = [name for name in ("_raw_saved_input", "_raw_saved_self") if name in names]
     return inputs[0] if inputs else "", "_raw_saved_result" if "_raw_saved_result" in names else ""
 
@@ -165,7 +154,7 @@ def save_in_place(raw: Any, view: View, count: Count) -> None:
 @cache
 def _function_of(kind: type) -> tuple[Callable[..., Tensor] | None, tuple[str, ...]]:
     """Return the function of a node's class, and its options; (None, ()) for other nodes."""
-    return _FUNCTIONS_OF_NODES.get(private.name_of_kind(kind), (None, ()))
+    return _FUNCTIONS_OF_NODES.get(private_nodes.name_of_kind(kind), (None, ()))
 
 
 def replay_of_node(node: Any, device: torch.device) -> Replay | None:
@@ -175,7 +164,7 @@ def replay_of_node(node: Any, device: torch.device) -> Replay | None:
         return None
     if not names:
         return _replay(func, (), (), device)
-    return _replay(func, names, private.saved_options(node, names), device)
+    return _replay(func, names, private_nodes.saved_options(node, names), device)
 
 
 @cache
@@ -208,7 +197,7 @@ def made_of_norm(
     weight and the bias; running: the running mean and variance; is_copied: whether code may free
     the vectors.
     """
-    options = private.options_of_norm(node)
+    options = private_nodes.options_of_norm(node)
     weight, bias = vectors
     # another dtype is that of a copy that autocast made
     if options is None or (weight is not None and weight.dtype is not options[-1]):
@@ -225,7 +214,7 @@ def made_of_norm(
         inputs.append(Leaf(t.detach().clone() if is_copied else t))
     if path_of(y.device, y.dtype) != "aten":
         known = [t for t in (*running, *tensors[1:]) if t is not None]
-        saved = [t for t in private.saved_by(node) if isinstance(t, Tensor)]
+        saved = [t for t in private_nodes.saved_by(node) if isinstance(t, Tensor)]
         inputs += map(Leaf, recipe_statistics(func, y, groups, known, saved))
     return Made(func.__name__, again, inputs, [y])
 
@@ -233,7 +222,12 @@ def made_of_norm(
 @cache
 def tells_function(kind: type) -> bool:
     """Whether a class of nodes tells the function of code, and its inputs."""
-    if is_grown(kind) or private.is_sum(kind) or private.is_product(kind) or private.is_norm(kind):
+    if (
+        is_grown(kind)
+        or private_nodes.is_sum(kind)
+        or private_nodes.is_product(kind)
+        or private_nodes.is_norm(kind)
+    ):
         return True
     return _function_of(kind)[0] not in (None, F.avg_pool2d)
 
@@ -295,7 +289,7 @@ def view_by_node(x: Tensor, count: Count, compared: Compared) -> View | None:
     node: Any = whole.grad_fn
     if not tells_function(node.__class__):
         return None
-    if not private.is_sum(node.__class__) and x.nbytes < recipe_mode.FLOOR_BYTES:
+    if not private_nodes.is_sum(node.__class__) and x.nbytes < recipe_mode.FLOOR_BYTES:
         return None
     entry: Entry | None = node.metadata.get(_ENTRY)
     if OF_LAYER in node.metadata or (entry is not None and entry.source is not None):
@@ -376,14 +370,14 @@ class _Walk:
         """
         kind = node.__class__
         made = None
-        if private.is_sum(kind):
+        if private_nodes.is_sum(kind):
             inputs = []
-            for part, number in private.parts_of_sum(node):
+            for part, number in private_nodes.parts_of_sum(node):
                 view = self._part(part, num_functions)
                 inputs.append(self._small(part, number) if view is None else view)
             made = self._of_two("add", torch.add, inputs)
-        elif private.is_product(kind):
-            first, second = private.FACTORS
+        elif private_nodes.is_product(kind):
+            first, second = private_nodes.FACTORS
             x = self._factor(node, 0, first, num_functions)
             y = self._factor(node, 1, second, num_functions)
             made = self._of_two("mul", torch.mul, (x, y))
@@ -404,7 +398,7 @@ class _Walk:
         source = self._input(node, num_functions)
         if source is None:
             return None
-        if private.is_norm(kind):
+        if private_nodes.is_norm(kind):
             made = _norm_of_code(node, x, source)
             # code may have written to the bias since, which the norm has not saved
             if made is not None and len(made.inputs) > 1:
@@ -585,7 +579,7 @@ class _Walk:
         try:
             saved = getattr(node, name).data
             if saved.__class__ in PLAIN_TENSORS:
-                saved = private.saved_tensor(node, name)
+                saved = private_nodes.saved_tensor(node, name)
         except RuntimeError:
             return None
         x = self.x
@@ -617,8 +611,8 @@ class _Walk:
 def _norm_of_code(node: Any, x: Tensor, source: View | Leaf) -> Made | None:
     """Return the recipe of a norm that code calls with parameters; x: as `made_of_norm`'s y."""
     try:
-        vectors = private.vectors_of_norm(node)
-        running = private.running_of_norm(node)
+        vectors = private_nodes.vectors_of_norm(node)
+        running = private_nodes.running_of_norm(node)
     except RuntimeError:
         # one was written since
         return None
@@ -647,7 +641,7 @@ def _viewed_again(node: Any, number: int) -> Tensor | None:
         reference, version = noted
         y = reference()
         return y.detach() if y is not None and y._version == version else None
-    view = private.view_of_node(node, number)
+    view = private_nodes.view_of_node(node, number)
     if view is None:
         return None
     base = _viewed_again(*node.next_functions[0])

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fusedckpt.autograd import dispatch, index, private, recipes, tracker
+from fusedckpt.autograd import dispatch, index, private, private_nodes, recipes, tracker
 from fusedckpt.autograd.dispatch import autocast_dtype
 from fusedckpt.autograd.index import ACTIVATION, CHANNELS, LINEAR, NORM
 from fusedckpt.autograd.phases import only_count, uncounted
@@ -143,7 +143,7 @@ class SharedChannels(Shared):
             saved = input_name and getattr(node, input_name).data
             if saved.__class__ is Tensor:
                 # raises where it was written since
-                saved = Leaf(private.saved_tensor(node, input_name))
+                saved = Leaf(private_nodes.saved_tensor(node, input_name))
         except RuntimeError:
             # the node has run already
             return None
@@ -271,7 +271,7 @@ class SharedChannelDropout(SharedChannels, SharedCheap):
         if mask is None:
             return
         if mask.dtype is torch.bool:
-            (p,) = private.saved_options(node, ("p",))
+            (p,) = private_nodes.saved_options(node, ("p",))
             again = partial(dropouts.masked, 1 / (1 - p))
         else:
             again = _multiply
@@ -349,7 +349,7 @@ def _view_of_saved(view: View, x: Tensor, tensor: Any, y: Tensor) -> View | None
 
 def _count_saved(node: Any, count: Callable[[Tensor], Any]) -> None:
     """Count the tensors that a layer's node has saved as they are."""
-    for saved in private.saved_by(node):
+    for saved in private_nodes.saved_by(node):
         if isinstance(saved, Tensor):
             count(saved)
         elif saved.__class__ is View and saved.source.__class__ is Leaf:

@@ -15,10 +15,8 @@ are not known, save the same tensors as before. A module that reads anything els
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -112,26 +110,6 @@ def _saving(view: View, x: Tensor, run: Callable[[], Any], *, samples: bool = Fa
     return with_own_hooks(partial(recipes.saving_recipes, view, x, run, samples=samples), run)
 
 
-class _PlainLayers(threading.local):
-    """Whether layers in a thread save what torch does, as a module around finds their recipes."""
-
-    is_plain = False
-
-
-_plain_layers = _PlainLayers()
-
-
-@contextmanager
-def plain_layers() -> Iterator[None]:
-    """Let layers of this thread save what torch does."""
-    before = _plain_layers.is_plain
-    _plain_layers.is_plain = True
-    try:
-        yield
-    finally:
-        _plain_layers.is_plain = before
-
-
 class Shared(nn.Module):
     """Forward of a layer that may save a recipe of its input."""
 
@@ -148,7 +126,7 @@ class Shared(nn.Module):
         forward = super().forward
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
             (x,) = args
-            if _plain_layers.is_plain:
+            if levels.override.is_plain:
                 return forward(x)
             hooks = private.top_hooks()
             # where hooks take saved tensors, as in a checkpoint, no recipe is saved

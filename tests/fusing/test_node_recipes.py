@@ -171,4 +171,4 @@ def test_functions_are_found_in_few_calls():
     count = calls(lambda: found.append(found_by_node(y, model.mlp)))
     assert isinstance(found[0], View)
     # of Python and C; 594 where shapes and contexts were those of Python modules of torch
-    assert count < 480
+    assert count < 490

@@ -747,7 +747,7 @@ def test_layers_take_few_calls():
     x = torch.randn(N, C, SIDE, SIDE, device=DEVICE)
     for _ in range(2):
         ours(x).sum().backward()
-    assert calls(lambda: ours(x)) - calls(lambda: eager(x)) <= 4 * 192
+    assert calls(lambda: ours(x)) - calls(lambda: eager(x)) <= 4 * 193
 
 
 def test_an_estimate_has_the_bytes_of_a_report():

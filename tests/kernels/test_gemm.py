@@ -7,6 +7,7 @@ compared with a loop over experts, in all layouts of weights, on the interpreter
 from __future__ import annotations
 
 import pytest
+import quick_interpreter
 import torch
 from support import DEVICE, HALF, assert_near, launches
 from torch import Tensor
@@ -16,7 +17,7 @@ from fusedckpt.kernels.runtime import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("kernels need Triton", allow_module_level=True)
 
-from fusedckpt.kernels import gemm, linear
+from fusedckpt.kernels import gemm, linear, partials
 from fusedckpt.kernels.activations import ACTIVATIONS
 from fusedckpt.kernels.gemm import SHORT_K, TILES
 from fusedckpt.kernels.grouped_gemm import grouped_gemm, grouped_grad
@@ -206,7 +207,10 @@ def test_gradients_of_weights(sizes, dtype):
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 45), (300, 70)], ids=str)
 @pytest.mark.parametrize("given", [(True, False), (False, True), (True, True)], ids=str)
-def test_sums_over_rows(shape, given):
+@pytest.mark.parametrize("is_users", [False, True])
+def test_sums_over_rows(shape, given, is_users, monkeypatch):
+    if is_users and quick_interpreter.USERS_SUM_TILE:
+        monkeypatch.setattr(partials, "SUM_TILE", quick_interpreter.USERS_SUM_TILE)
     pair = [torch.randn(shape, device=DEVICE) if there else None for there in given]
     with launches() as count:
         sums = sum_partials(*pair)
