@@ -1,4 +1,4 @@
-"""Operations whose launches `bench predict` counts: ours, and other libraries'.
+"""Operations of which `bench predict` counts the launches: ours, and other libraries'.
 
 Each is a function of rows and columns that makes random tensors on the device of the context and
 returns the call that launches: on meta tensors it is compiled, on a GPU it is timed.

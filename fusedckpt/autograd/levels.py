@@ -29,7 +29,7 @@ class _Override(threading.local):
     def __init__(self) -> None:
         self.level: str | None = None
         self.store: str | None = None
-        # whether layers that share recipes save what torch does
+        # whether layers that share recipes save the tensors that torch does
         self.is_plain = False
 
 
@@ -72,7 +72,7 @@ def saving(level: str | None = None, *, store: str | None = None) -> Iterator[No
 
 @contextmanager
 def plain_layers() -> Iterator[None]:
-    """Let layers that share recipes save what torch does, as a module around finds the recipes."""
+    """Let layers that share recipes save torch's tensors, as a module around finds the recipes."""
     before = override.is_plain
     override.is_plain = True
     try:

@@ -212,7 +212,7 @@ def pack_hook(phase: Any) -> Callable[[Tensor], Any]:
 
 
 class _OfOthers:
-    """Calls of torch's checkpoint whose forward passed a layer a tensor of a class of others.
+    """Calls of torch's checkpoint with a layer that got a tensor of a class of others.
 
     Such a layer runs its own forward. The recompute gets plain tensors, as autograd saves no
     classes, so there all layers run their own. It keeps those of other ops, such as DTensor.
@@ -222,7 +222,7 @@ class _OfOthers:
     is_used = False
 
     def note(self, kind: Any) -> None:
-        """Note the call in whose forward this runs, if any; kind: the class."""
+        """Note the call of torch's checkpoint that runs now, if any; kind: the class."""
         plain: Any = Tensor
         if kind.__torch_dispatch__ is not plain.__torch_dispatch__:
             return

@@ -1,4 +1,4 @@
-"""Nodes of torch's functions: what private attributes of theirs tell.
+"""Nodes of torch's functions: the facts that their private attributes tell.
 
 A node has packed tensors, and options, of its call; its result's shape is in its metadata. So a
 node tells the function of its call (`operation_of`), and where the tensors are that this reads.
@@ -254,7 +254,7 @@ def view_of_node(node: Any, number: int) -> Callable[[Tensor], Tensor] | None:
 
 @cache
 def option_reader(kind: type) -> Callable[[Any], Any] | None:
-    """Return what reads the options of a class of nodes; None where functions have none."""
+    """Return the reader of options of a class of nodes; None where functions have none."""
     name = name_of_kind(kind)
     if name in _RESULT_OPTIONS:
         return _RESULT_OPTIONS[name]
@@ -409,7 +409,7 @@ _OPERATIONS: dict[str, Callable[[Any, int], Operation | None]] = {
     "MmBackward": _mm,
     "AddmmBackward": _addmm,
 }
-# what reads options that the metadata of the result has
+# readers of options that the metadata of the result has
 _RESULT_OPTIONS = {"ExpandBackward": _shape, "ToCopyBackward": _dtype_and_device}
 for _name, _build in _VIEW_OPERATIONS.items():
     if _build is _reshaped:

@@ -27,7 +27,7 @@ from fusedckpt.kernels import int8
 
 # a tensor of fewer elements stays as it is: statistics of rows are small, and need their digits
 LEAST = 1 << 10
-# nodes whose result is a view of their input
+# nodes of views
 _VIEW_NODES = frozenset(
     ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TransposeBackward0")
     + ("TBackward0", "PermuteBackward0", "SqueezeBackward1", "UnsqueezeBackward0")

@@ -1,4 +1,4 @@
-"""What runs every fused layer: a program of steps, in one autograd Function.
+"""The machinery of every fused layer: a program of steps, in one autograd Function.
 
 layer.py tells the story. The options, steps and reference of each layer are in its file of layers/.
 

@@ -1,4 +1,4 @@
-"""What the eager references of layers share: plain torch code; kernels match its results."""
+"""Code that the eager references of layers share: plain torch; kernels match its results."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class FuseReport:
         return _advised(reason)
 
     def _gain(self) -> Iterator[str]:
-        """Yield the line on what recipes would bring to the first training call."""
+        """Yield the line on the gain by recipes in the first training call."""
         model = self._model_now()
         if not self.gain or model is None or has_note(model, RECIPES_OBSTACLE):
             return

@@ -150,7 +150,7 @@ def _as_meta(x: Tensor) -> Tensor:
 
 
 def _gain_by_shapes(reference: weakref.ref[nn.Module], call: tuple[Any, Any]) -> str | None:
-    """Return the line on what recipes would bring: a copy of the model runs on meta tensors."""
+    """Return the line on the gain by recipes: a copy of the model runs on meta tensors."""
     model = reference()
     if model is None:
         return None

@@ -1,4 +1,4 @@
-"""Verify what was proposed for a module: a rule that it may compute by, or its swap.
+"""Verify a proposal for a module: a rule that it may compute by, or its swap.
 
 Of several rules `best_rule` returns the one that gives a module's results in most dtypes, by bits
 where these tell rules apart. `difference` compares outputs and gradients of a swap with the

@@ -91,7 +91,7 @@ def save_recipes(
     module before; count: see `Count`.
 
     Returns:
-        The pattern of the call, None where a recipe was not found, and nodes save what they had.
+        The pattern of the call, None where a recipe was not found: then nodes have the tensors.
     """
     for pattern, match in _matching(call, known):
         recipes = _Recipes(pattern, match, call.x, view)

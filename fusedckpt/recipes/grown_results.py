@@ -1,4 +1,4 @@
-"""Functions whose results are larger than each of their inputs: concatenations, pictures scaled up.
+"""Functions with results larger than each of their inputs: concatenations, pictures scaled up.
 
     y = conv(torch.cat([skip, up(x)], 1))
 
@@ -20,7 +20,7 @@ from fusedckpt.autograd import private_nodes
 from fusedckpt.autograd.recipes import Made, read_passing
 from fusedckpt.autograd.replay import Replay, replay_of
 
-# the one whose result has all pixels of its input
+# the one with all pixels of its input in its result
 _REPEATING = "UpsampleNearest2DBackward"
 _UPSAMPLING = ("output_size", "scales_h", "scales_w")
 # by the class of a node, its function, and the options that it has saved

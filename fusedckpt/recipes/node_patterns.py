@@ -106,7 +106,7 @@ class _Edge(NamedTuple):
 
 
 class Match(NamedTuple):
-    """A call whose nodes are those of a pattern: the nodes by their places, and the functions."""
+    """A call with the nodes of a pattern: the nodes by their places, and the functions."""
 
     nodes: list[Any]
     functions: Sequence[Function]
@@ -120,7 +120,7 @@ class NodePattern:
         # edges to the nodes of the first result's recipe
         self._num_for_result = walk.num_for_result
         self._num_results = len(walk.call.results)
-        # by the places of nodes: what reads their options, and these
+        # by the places of nodes: the readers of their options, and these
         self._readers = [_option_reader_of(node) for node in walk.nodes]
         options: list[Any] = [
             None if read is None else read(node)
@@ -263,12 +263,12 @@ def _operation(node: Any, result: int) -> Operation:
 
 
 def _option_reader_of(node: Any) -> Callable[[Any], Any] | None:
-    """Return what reads the options of a node, None for one without."""
+    """Return the reader of a node's options, None for a node without."""
     return option_reader(type(node)) or (_OF_LAYER if hasattr(node, "call") else None)
 
 
 class _NodeWalk:
-    """A walk along the nodes of a call, which notes what later calls compare."""
+    """A walk along the nodes of a call, which notes the facts that later calls compare."""
 
     def __init__(self, call: FinishedCall, fills: Callable[[Any, PackedArgument], bool]):
         self.call = call

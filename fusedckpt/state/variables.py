@@ -177,7 +177,7 @@ def noted_variables(model: nn.Module, *functions: Any, objects: bool = False) ->
 
 
 def _code_of(function: Any) -> FunctionType | None:
-    """Return the function whose code runs where an object of functions is called."""
+    """Return the function that runs where an object of functions is called."""
     while isinstance(function, (partial, MethodType)):
         function = function.func if isinstance(function, partial) else function.__func__
     return function if isinstance(function, FunctionType) else None
