@@ -189,20 +189,24 @@ def made_of_norm(
     vectors: tuple[Tensor | None, Tensor | None],
     running: Sequence[Tensor | None],
     *,
+    eps: float | None = None,
     is_copied: bool,
 ) -> Made | None:
     """Return the recipe of a batch or group norm's result by its node, None for other nodes.
 
     y: the result, or a tensor of its shape and dtype; source: how to read the input; vectors: the
-    weight and the bias; running: the running mean and variance; is_copied: whether code may free
-    the vectors.
+    weight and the bias; running: the running mean and variance; eps: for a node that does not tell
+    it; is_copied: whether code may free the vectors.
     """
     options = private_nodes.options_of_norm(node)
     weight, bias = vectors
     # another dtype is that of a copy that autocast made
     if options is None or (weight is not None and weight.dtype is not options[-1]):
         return None
-    groups, eps, by_batch, _ = options
+    groups, its_eps, by_batch, _ = options
+    eps = eps if its_eps is None else its_eps
+    if eps is None:
+        return None
     func: Any = F.group_norm if groups else F.batch_norm
     args: Any = y, groups, weight, bias, eps
     if not groups:
@@ -226,7 +230,7 @@ def tells_function(kind: type) -> bool:
         is_grown(kind)
         or private_nodes.is_sum(kind)
         or private_nodes.is_product(kind)
-        or private_nodes.is_norm(kind)
+        or private_nodes.tells_norm(kind)
     ):
         return True
     return _function_of(kind)[0] not in (None, F.avg_pool2d)
@@ -398,7 +402,7 @@ class _Walk:
         source = self._input(node, num_functions)
         if source is None:
             return None
-        if private_nodes.is_norm(kind):
+        if private_nodes.tells_norm(kind):
             made = _norm_of_code(node, x, source)
             # code may have written to the bias since, which the norm has not saved
             if made is not None and len(made.inputs) > 1:

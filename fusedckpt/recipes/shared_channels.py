@@ -196,6 +196,7 @@ _NONE_RUNNING = None, None
 class SharedChannelNorm(_OfChannelsAlone):
     """Forward of a batch or group norm."""
 
+    eps: float
     _fusedckpt_begins = True
 
     def _makes(self, y: Tensor) -> bool:
@@ -224,7 +225,8 @@ class SharedChannelNorm(_OfChannelsAlone):
             running = table["running_mean"], table["running_var"]
         # hooks may gather parameters for the call alone
         is_copied = private.has_ranks() or dispatch.has_hooks(self)
-        return made_of_norm(node, y, source, (weight, bias), running, is_copied=is_copied)
+        vectors = weight, bias
+        return made_of_norm(node, y, source, vectors, running, eps=self.eps, is_copied=is_copied)
 
 
 class _SharedFunction(SharedChannels):

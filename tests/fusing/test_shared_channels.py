@@ -15,10 +15,10 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import fusedckpt
-from fusedckpt.autograd import recipes
+from fusedckpt.autograd import private_nodes, recipes
 from fusedckpt.checkpointing import samples
 from fusedckpt.memory import saved_tensors
-from fusedckpt.recipes import recipe_mode
+from fusedckpt.recipes import node_recipes, recipe_mode
 from fusedckpt.recipes.shared_channels import SharedChannels
 
 pytestmark = pytest.mark.usefixtures("any_size")
@@ -633,6 +633,47 @@ def test_functions_between_two_layers(name):
     eager, ours = (saved_bytes(model, [x.requires_grad_()]) for model in (eager, ours))
     # and small factors
     assert eager - ours == pytest.approx(num_gone * PICTURE, abs=5 * VECTOR)
+
+
+@pytest.fixture
+def eps_untold(monkeypatch):
+    """Nodes of norms without eps, as those of group norms from torch 2.14 on."""
+    caches = private_nodes.tells_norm, node_recipes.tells_function
+    monkeypatch.setattr(private_nodes, "_EPS", ("_saved_no_eps",) * 2)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_gone"),
+    # a SiLU's result is one more tensor beside its input, a ReLU saves no other
+    [("batch norm", 0), ("running", 0), ("group norm", 1), ("group norm alone", 0)],
+)
+def test_norms_of_code_whose_nodes_tell_no_eps(name, num_gone, eps_untold):
+    """They have no recipe; the function behind them has one."""
+    run, _ = FUNCTIONS[name]
+    torch.manual_seed(0)
+    eager = CallsFunctions(run).to(DEVICE, torch.float64)
+    ours = fused(eager)
+    x = torch.randn(N, C, SIDE, SIDE, device=DEVICE, dtype=torch.float64)
+    same(trained(ours, x), trained(eager, x))
+    eager, ours = (saved_bytes(model, [x.requires_grad_()]) for model in (eager, ours))
+    assert eager - ours == num_gone * PICTURE
+
+
+@pytest.mark.parametrize("name", ["batch norm, in place", "group norm, SiLU", "residual blocks"])
+def test_layers_of_norms_whose_nodes_tell_no_eps(name, eps_untold):
+    """The layers tell theirs."""
+    eager, x = net(name)
+    for module in eager.modules():
+        if isinstance(module, (nn.BatchNorm2d, nn.GroupNorm)):
+            module.eps = 0.5
+    ours = fused(eager)
+    same(trained(ours, x), trained(eager, x))
+    assert sizes_of(eager, ours, x) == list(NETS[name][1:])
 
 
 def test_functions_of_small_results_are_left():
