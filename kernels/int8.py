@@ -68,6 +68,19 @@ def places_of(n, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     return groups, rows, columns, mask
 
 
+@triton.jit
+def larger_or_nan(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def signed_root(value):
+    """Return the root of each magnitude, with the sign of the value."""
+    root = tl.sqrt(tl.abs(value)).to(tl.uint32, bitcast=True)
+    sign = value.to(tl.uint32, bitcast=True) & 0x80000000
+    return (root | sign).to(tl.float32, bitcast=True)
+
+
 @jit_kernel
 def pack_int8_kernel(
     x,
@@ -85,24 +98,30 @@ def pack_int8_kernel(
     groups, rows, columns, mask = places_of(n, num_groups, GROUP, BLOCK)
     value = load(x + rows * stride_xm + columns.to(tl.int64) * stride_xn, mask)
     magnitude = tl.abs(value)
-    is_usual = magnitude < LARGEST
-    usual = tl.where(is_usual, magnitude, 0.0)
-    largest = tl.max(usual, 1)
-    has_special = tl.max(tl.where(is_usual, 0, 1), 1)
+    largest = tl.reduce(magnitude, 1, larger_or_nan)
+    has_special = tl.where(largest < LARGEST, 0, 1)
+    # seldom: most programs have no such value, and skip both branches
+    any_special = tl.max(has_special, 0) > 0
+    usual = magnitude
+    if any_special:
+        usual = tl.where(magnitude < LARGEST, magnitude, 0.0)
+        largest = tl.max(usual, 1)
     total = tl.sum(usual, 1)
-    count = tl.minimum(n - tl.min(columns, 1), GROUP).to(tl.float32)
+    count = tl.minimum(n - groups % tl.cdiv(n, GROUP) * GROUP, GROUP).to(tl.float32)
     is_curved = (total * 4 < largest * count) & (largest > LEAST_CURVED)
     limit = tl.where(has_special > 0, 125.0, 127.0)
     limit = tl.where(is_curved, limit * limit, limit)
     step = tl.maximum(tl.div_rn(largest, limit), LEAST_SCALE)
     bits = (step.to(tl.uint32, bitcast=True) + 0x1FFFF) >> 17 << 17
-    scaled = magnitude * tl.div_rn(1.0, bits.to(tl.float32, bitcast=True))[:, None]
-    scaled = tl.where(is_curved[:, None], tl.sqrt(scaled), scaled)
-    rounded = (scaled + ROUNDER).to(tl.int32, bitcast=True) & 0xFF
-    code = tl.where(is_usual, rounded, tl.where(magnitude == LARGEST, 126, 127))
-    code = tl.where(value < 0, -code, code)
-    code = tl.where(value != value, -128, code)
-    tl.store(codes + rows * n + columns, code.to(tl.int8), mask)
+    scaled = value * tl.div_rn(1.0, bits.to(tl.float32, bitcast=True))[:, None]
+    scaled = tl.where(is_curved[:, None], signed_root(scaled), scaled)
+    # the low byte, of a negative integer too
+    code = (scaled + ROUNDER).to(tl.int32, bitcast=True).to(tl.int8)
+    if any_special:
+        size = tl.where(magnitude == LARGEST, 126, 127)
+        special = tl.where(value != value, -128, tl.where(value < 0, -size, size))
+        code = tl.where(magnitude < LARGEST, code, special.to(tl.int8))
+    tl.store(codes + rows * n + columns, code, mask)
     flags = is_curved.to(tl.int32) | (has_special << 15)
     scale = (bits >> 16).to(tl.int32) | flags
     tl.store(scales + groups, scale.to(tl.int16), groups < num_groups)
