@@ -305,9 +305,10 @@ def hooks_obstacle() -> str | None:
 def moved_by(hooks: Hooks | None) -> int | None:
     """Return the storage of tensors that come back through hooks elsewhere in memory.
 
-    0 for none, as without hooks; None for any: hooks of other code may copy all tensors.
+    0 for none, as without hooks, and where they only count; None for any: hooks of other code may
+    copy all tensors.
     """
-    return 0 if hooks is None else getattr(hooks[0], "moved", None)
+    return 0 if hooks is None or only_count(hooks) else getattr(hooks[0], "moved", None)
 
 
 def fitting(products: Tensors, product_metas: ProductMetas) -> list[Tensor | None]:

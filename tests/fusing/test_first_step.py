@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo import GEGLU, DecoderLayer, Heads, Scan
+from zoo import GEGLU, Attention, DecoderLayer, Heads, Scan
 
 import fusedckpt
 from fusedckpt import fuse, unfuse
+from fusedckpt.layers.notes import notes_of
 from fusedckpt.memory import peak_bytes, saved_tensors
 
 D, T = 16, 12
@@ -136,6 +137,18 @@ def test_the_first_step_saves_less_already(kind):
     fuse(fresh)
     eager_peak = peak_bytes(lambda: eager(x).sum().backward())
     assert peak_bytes(lambda: fresh(x).sum().backward()) < eager_peak
+
+
+def test_attention_saves_recipes_behind_an_observed_step():
+    """Hooks that observe the first call take no tensor to other memory."""
+    layers = block_of(Scan, 0.0), nn.Tanh(), Attention(D, 2), block_of(Scan, 0.0)
+    eager = nn.Sequential(*layers).to(DEVICE)
+    fused, x = copy.deepcopy(eager), randn(2, T, D)
+    report = fuse(fused)
+    assert [*report.undecided] == ["0.attention", "3.attention"]
+    torch.testing.assert_close(step(fused, x)[:-2], step(eager, x)[:-2])
+    assert notes_of(fused[2]).follows_nodes
+    torch.testing.assert_close(step(fused, x)[:-2], step(eager, x)[:-2])
 
 
 def test_a_module_that_is_not_the_same_twice_stays(monkeypatch):
