@@ -29,9 +29,12 @@ _BATCH_NORM_NODES = (
     "MiopenBatchNormBackward0",
 )
 _GROUP_NORM_NODE = "NativeGroupNormBackward0"
-# the attributes by which nodes of norms have eps: torch's own, and those of vendors' batch norms.
-# Group norms' have none from torch 2.14 on
-_EPS = "_saved_eps", "_saved_epsilon"
+# the classes of nodes
+_NODE_CLASSES: Any = vars(torch._C)["_functions"]
+# whether nodes of group norms do not tell it: from torch 2.14 on
+LACKS_EPS = not hasattr(getattr(_NODE_CLASSES, _GROUP_NORM_NODE), "_saved_eps")
+# in such a node's metadata, that of its layer
+_TOLD_EPS = "fusedckpt_eps"
 
 
 @cache
@@ -104,31 +107,41 @@ def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
 
 
 @cache
+def is_norm(kind: type) -> bool:
+    """Whether a class of nodes is that of batch or group norms."""
+    return kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
+
+
+@cache
 def tells_norm(kind: type) -> bool:
     """Whether a class of nodes is that of batch or group norms, and tells their eps."""
-    is_norm = kind.__name__ == _GROUP_NORM_NODE or kind.__name__ in _BATCH_NORM_NODES
-    return is_norm and any(hasattr(kind, name) for name in _EPS)
+    return is_norm(kind) and not (LACKS_EPS and kind.__name__ == _GROUP_NORM_NODE)
 
 
 def options_of_norm(node: Any) -> tuple[int, float | None, bool, torch.dtype | None] | None:
     """Return options of a batch or group norm's call by its node, None for other nodes.
 
-    That is the number of groups, 0 for batch norm; eps, None where the node does not tell it;
-    whether batch norm read batch statistics; and the dtype of the weight, None for none.
+    That is the number of groups, 0 for batch norm; eps, None where neither the node nor the layer
+    tells it; whether batch norm read batch statistics; and the dtype of the weight, None for none.
     """
     # without calls of functions
     kind = node.__class__.__name__
     if kind == _GROUP_NORM_NODE:
         groups, by_batch = node._saved_group, True
+        eps = node.metadata.get(_TOLD_EPS) if LACKS_EPS else node._saved_eps
     elif kind in _BATCH_NORM_NODES:
+        eps = node._saved_eps if kind == _BATCH_NORM_NODES[0] else node._saved_epsilon
         groups, by_batch = 0, node._saved_training
     else:
         return None
-    eps = None
-    if tells_norm(node.__class__):
-        eps = node._saved_epsilon if kind in _BATCH_NORM_NODES[1:] else node._saved_eps
     weight = node._saved_weight
     return groups, eps, by_batch, None if weight is None else weight.dtype
+
+
+def tell_eps(node: Any, layer: Any) -> None:
+    """Tell the node of a layer's call the eps that it lacks, if it is that of a group norm."""
+    if node.__class__.__name__ == _GROUP_NORM_NODE:
+        node.metadata[_TOLD_EPS] = layer.eps
 
 
 def vectors_of_norm(node: Any) -> tuple[Any, Any] | None:

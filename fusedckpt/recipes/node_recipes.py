@@ -189,23 +189,21 @@ def made_of_norm(
     vectors: tuple[Tensor | None, Tensor | None],
     running: Sequence[Tensor | None],
     *,
-    eps: float | None = None,
     is_copied: bool,
 ) -> Made | None:
     """Return the recipe of a batch or group norm's result by its node, None for other nodes.
 
     y: the result, or a tensor of its shape and dtype; source: how to read the input; vectors: the
-    weight and the bias; running: the running mean and variance; eps: for a node that does not tell
-    it; is_copied: whether code may free the vectors.
+    weight and the bias; running: the running mean and variance; is_copied: whether code may free
+    the vectors.
     """
     options = private_nodes.options_of_norm(node)
     weight, bias = vectors
-    # another dtype is that of a copy that autocast made
-    if options is None or (weight is not None and weight.dtype is not options[-1]):
+    if options is None:
         return None
-    groups, its_eps, by_batch, _ = options
-    eps = eps if its_eps is None else its_eps
-    if eps is None:
+    groups, eps, by_batch, dtype = options
+    # another dtype is that of a copy that autocast made
+    if eps is None or (weight is not None and weight.dtype is not dtype):
         return None
     func: Any = F.group_norm if groups else F.batch_norm
     args: Any = y, groups, weight, bias, eps

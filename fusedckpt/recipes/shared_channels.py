@@ -119,6 +119,8 @@ class SharedChannels(Shared):
             if made is None:
                 return
             save_in_place(getattr(node, result_name), view_in(made, y), count)
+        if private_nodes.LACKS_EPS:
+            private_nodes.tell_eps(node, self)
         source = partial(_made_of, weakref.ref(self))
         note_result(node, y, source, self._vectors(), made)
 
@@ -196,7 +198,6 @@ _NONE_RUNNING = None, None
 class SharedChannelNorm(_OfChannelsAlone):
     """Forward of a batch or group norm."""
 
-    eps: float
     _fusedckpt_begins = True
 
     def _makes(self, y: Tensor) -> bool:
@@ -225,8 +226,7 @@ class SharedChannelNorm(_OfChannelsAlone):
             running = table["running_mean"], table["running_var"]
         # hooks may gather parameters for the call alone
         is_copied = private.has_ranks() or dispatch.has_hooks(self)
-        vectors = weight, bias
-        return made_of_norm(node, y, source, vectors, running, eps=self.eps, is_copied=is_copied)
+        return made_of_norm(node, y, source, (weight, bias), running, is_copied=is_copied)
 
 
 class _SharedFunction(SharedChannels):
