@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .norm import NormRule
-from .runtime import row_blocks
+from .runtime import HALF, row_blocks
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 # from here on two sums over rows are quicker than torch's LayerNorm, which returns its statistics
@@ -83,7 +83,9 @@ def norm_grad(
     dw = db = None
     # an RMSNorm of such rows needs no temporary besides dx: twice as many rows fit
     is_in_place = rule.kind == "rms" and x.dtype == wide
-    for block in row_blocks(x[:, ::2] if is_in_place else x):
+    # in half precision a LayerNorm makes four: of dy, x, its centred rows and xhat
+    num_tensors = 4 if rule.kind == "layer" and x.dtype in HALF else 1
+    for block in row_blocks(x[:, ::2] if is_in_place else x, num_tensors):
         dout = dy[block].to(wide)
         place = None if dx is None else in_place(dx, block, wide)
         row, xhat, rstd = normalize(x[block].to(wide), rule, place)

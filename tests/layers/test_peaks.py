@@ -109,6 +109,22 @@ def test_norms_need_a_few_blocks_of_rows(norm, blocks):
     assert x.nbytes <= down <= x.nbytes + blocks * block_bytes
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="off a CPU a block is all rows")
+@pytest.mark.parametrize("needs_dx", [True, False])
+def test_a_layer_norm_in_half_precision_needs_a_block(needs_dx):
+    """Its float32 temporaries together, as there are four and the gradient of half their size."""
+    n, block_bytes = 256, 4 * BLOCK_ELEMENTS
+    shape = 8 * BLOCK_ELEMENTS // n, n
+    x = randn(*shape, dtype=torch.bfloat16, requires_grad=needs_dx)
+    weight = nn.Parameter(torch.ones(n, dtype=x.dtype))
+    wanted = (x, weight) if needs_dx else (weight,)
+    with dispatch.forced_path("aten"):
+        y = layer_norm(x, n, weight)
+        dy = torch.randn_like(y)
+        peak = peak_bytes(lambda: torch.autograd.grad(y, wanted, dy), DEVICE)
+    assert peak <= needs_dx * x.nbytes + 1.5 * block_bytes
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="torch's own LayerNorm runs on a CPU")
 def test_gradients_of_a_norms_vectors_need_no_rows():
     """Where the input needs no gradient, as that of a patch embedding, no row is made again."""
