@@ -11,14 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench.zoo.model import HEADS, TOKENS, D, Model
-from bench.zoo.own_stack import owned
+from bench.zoo.model import HEADS, TOKENS, D, Inputs, Model
+from bench.zoo.own_stack import OWN, owned
 
 WIDE = 4 * D
 # the side of a picture of tokens, and of its windows
 SIDE = 8
 WINDOW = 4
 PAIR = torch.Size((2, TOKENS, D))
+# tokens that ask for masks
+PROMPTS = 8
 
 
 def split_heads(x: Tensor) -> Tensor:
@@ -421,6 +423,67 @@ class ViTBlock(nn.Module):
         return self.ff(x) + x
 
 
+class ReducedAttention(nn.Module):
+    """Attention of queries to keys and values of others, at half the width."""
+
+    def __init__(self, inner: int = D // 2):
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(D, inner) for _ in range(3))
+        self.out_proj = nn.Linear(inner, D)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+        y = F.scaled_dot_product_attention(split_heads(q), split_heads(k), split_heads(v))
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+
+class TwoWayBlock(nn.Module):
+    """As of SAM 2's mask decoder: prompts read themselves and a picture, which then reads them."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = ReducedAttention(D)
+        self.to_picture, self.to_prompts = ReducedAttention(), ReducedAttention()
+        self.norm1, self.norm2, self.norm3, self.norm4 = (nn.LayerNorm(D) for _ in range(4))
+        self.mlp = PlainMLP(nn.ReLU())
+
+    def forward(
+        self, prompts: Tensor, picture: Tensor, prompts_pe: Tensor, picture_pe: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        q = prompts + prompts_pe
+        prompts = self.norm1(prompts + self.self_attn(q, q, prompts))
+        q, k = prompts + prompts_pe, picture + picture_pe
+        prompts = self.norm2(prompts + self.to_picture(q, k, picture))
+        prompts = self.norm3(prompts + self.mlp(prompts))
+        q = prompts + prompts_pe
+        return prompts, self.norm4(picture + self.to_prompts(k, q, prompts))
+
+
+class TwoWayTransformer(nn.Module):
+    """Two such blocks, and the prompts' last attention to the picture."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Parameter(torch.randn(PROMPTS, D))
+        self.pe: Tensor
+        self.register_buffer("pe", torch.randn(1, TOKENS, D))
+        self.layers = nn.ModuleList([TwoWayBlock(), TwoWayBlock()])
+        self.attn, self.norm, self.neck = ReducedAttention(), nn.LayerNorm(D), nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        picture = self.neck(x)
+        first = prompts = self.tokens.expand(len(x), -1, -1)
+        for layer in self.layers:
+            prompts, picture = layer(prompts, picture, first, self.pe)
+        attended = self.attn(prompts + first, picture + self.pe, picture)
+        return self.norm(prompts + attended), picture
+
+
+def two_way(parts: int) -> tuple[nn.Module, Inputs]:
+    """Return a two-way transformer and its picture."""
+    return TwoWayTransformer(), {"x": torch.randn(PAIR)}
+
+
 _tokens = partial(owned, PAIR)
 OWN_TRANSFORMERS: Mapping[str, Model] = {
     "nanogpt": _tokens(GPTBlock),
@@ -434,4 +497,5 @@ OWN_TRANSFORMERS: Mapping[str, Model] = {
     "esm2": _tokens(ProteinBlock),
     "xtransformers": _tokens(XBlock),
     "vit": _tokens(ViTBlock),
+    "two_way": Model(OWN, "torch", 0, two_way),
 }
