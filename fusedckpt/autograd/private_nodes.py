@@ -35,6 +35,11 @@ _NODE_CLASSES: Any = vars(torch._C)["_functions"]
 LACKS_EPS = not hasattr(getattr(_NODE_CLASSES, _GROUP_NORM_NODE), "_saved_eps")
 # in such a node's metadata, that of its layer
 _TOLD_EPS = "fusedckpt_eps"
+_CHANNEL_READERS = (
+    "ConvolutionBackward",
+    "MaxPool2DWithIndicesBackward",
+    "MaxPool3DWithIndicesBackward",
+)
 
 
 @cache
@@ -86,14 +91,14 @@ def meta_of_result(node: Any, number: int) -> Any:
 
 @cache
 def is_sum(kind: type) -> bool:
-    """Whether a class of nodes is that of sums of two tensors, perhaps with a factor."""
-    return kind.__name__ == "AddBackward0"
+    """Whether a class of nodes is that of sums or differences of two tensors, with a factor."""
+    return kind.__name__ in ("AddBackward0", "SubBackward0")
 
 
 @cache
 def is_product(kind: type) -> bool:
-    """Whether a class of nodes is that of products of two tensors."""
-    return kind.__name__ == "MulBackward0"
+    """Whether a class of nodes is that of products or quotients of two tensors."""
+    return kind.__name__ in ("MulBackward0", "DivBackward0")
 
 
 def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
@@ -104,6 +109,12 @@ def parts_of_sum(node: Any) -> tuple[tuple[Any, int], ...]:
     if getattr(node, "_saved_alpha", None) != 1:
         return ()
     return node.next_functions
+
+
+@cache
+def reads_channels(kind: type) -> bool:
+    """Whether a class of nodes is that of convolutions or max pools, which save their input."""
+    return name_of_kind(kind) in _CHANNEL_READERS
 
 
 @cache

@@ -28,6 +28,7 @@ from fusedckpt.layers.norm import LayerNorm, RMSNorm
 from fusedckpt.layers.sequential import Sequential
 from fusedckpt.recipes.shared_channels import (
     CHANNEL_NORMS,
+    CONV_LAYERS,
     SharedChannelActivation,
     SharedChannelDropout,
     SharedChannelNorm,
@@ -50,6 +51,12 @@ from fusedckpt.recipes.shared_layers import (
 _MAKERS_IN_CODE = frozenset(
     ("batch_norm", "group_norm", "avg_pool2d", "silu", "gelu", "mish", "sigmoid")
     + ("hardswish", "hardsigmoid", "leaky_relu", "elu", "softplus")
+)
+
+# and of functions that save their input, which those make
+_READERS_IN_CODE = frozenset(
+    ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+    + ("max_pool2d", "max_pool3d")
 )
 
 
@@ -92,6 +99,7 @@ def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
     swaps: dict[str, Swap] = {}
     channels = _layers_of_channels(search)
     behind = _behind(search, channels)
+    reads_in_code = bool(channels) and any(map(_may_read_channels, search.modules.values()))
     for name, module in search.modules.items():
         if module in seen or not search.may_share(name):
             continue
@@ -106,6 +114,7 @@ def _layers(search: Search, seen: Set[nn.Module]) -> dict[str, Swap]:
         notes: dict[str, Any] = {"save": search.save} if ours is SharedLinear else {}
         if issubclass(ours, SharedChannels):
             notes["is_behind"] = module in behind
+            notes["reads_in_code"] = reads_in_code
             notes["compared"] = {}
         swaps[name] = Swap("linear", "", subclass(ours, type(module)), notes=notes)
     return swaps
@@ -299,6 +308,16 @@ def _may_make_channels(module: nn.Module) -> bool:
     if kind.__module__.startswith(("torch.", "fusedckpt.")):
         return False
     return issubclass(kind, CHANNEL_NORMS) or not _MAKERS_IN_CODE.isdisjoint(
+        reasons.names_called(module)
+    )
+
+
+def _may_read_channels(module: nn.Module) -> bool:
+    """Whether a module's code may call convolutions or max pools."""
+    kind = type(module)
+    if kind.__module__.startswith(("torch.", "fusedckpt.")):
+        return False
+    return issubclass(kind, CONV_LAYERS) or not _READERS_IN_CODE.isdisjoint(
         reasons.names_called(module)
     )
 

@@ -50,6 +50,8 @@ class ModuleNotes:
     shares_code: bool = False
     # whether an nn.Sequential calls another layer of channels right before this one
     is_behind: bool = False
+    # whether code of its model may call convolutions or max pools
+    reads_in_code: bool = False
     # by the functions before an input of a layer of channels, whether their recipe once made all
     # of its values; replicas of DataParallel add to it, too
     compared: Any = None

@@ -36,8 +36,9 @@ _UPSAMPLINGS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 class GrownPart(NamedTuple):
     """A part of a result."""
 
-    # the node that made it
+    # the node that made it, and the number of that among the node's results
     node: Any
+    number: int
     shape: Sequence[int]
     # returns it as a view of the result, None where the result has other values
     view: Callable[[Tensor], Tensor] | None
@@ -80,7 +81,8 @@ def parts_of_grown(node: Any, x: Tensor) -> list[GrownPart]:
             return []
         shape = torch.Size(meta.shape)
         view = methodcaller("narrow", dim, start, shape[dim])
-        parts.append(GrownPart(private_nodes.without_padding(parent), shape, view))
+        node = private_nodes.without_padding(parent)
+        parts.append(GrownPart(node, number if node is parent else 0, shape, view))
         start += shape[dim]
     return parts
 
@@ -88,16 +90,17 @@ def parts_of_grown(node: Any, x: Tensor) -> list[GrownPart]:
 def _parts_of_scaled(node: Any, x: Tensor) -> list[GrownPart]:
     """Return the picture that a larger one was made of: each pixel once, if all are repeated."""
     shape, *scales = private_nodes.saved_options(node, ("self_sym_sizes", "scales_h", "scales_w"))
-    ((parent, _),) = node.next_functions
+    ((parent, number),) = node.next_functions
     steps = [slice(None), slice(None)]
     for size, before, scale in zip(x.shape[2:], shape[2:], scales, strict=True):
         step, rest = divmod(size, before)
         # of a power of two no scale is rounded
         if rest or step.bit_count() > 1 or scale not in (None, step):
-            return [GrownPart(parent, shape, None)]
+            return [GrownPart(parent, number, shape, None)]
         steps.append(slice(None, None, step))
     is_repeated = private_nodes.name_of_kind(node.__class__) == _REPEATING
-    return [GrownPart(parent, shape, itemgetter(tuple(steps)) if is_repeated else None)]
+    view = itemgetter(tuple(steps)) if is_repeated else None
+    return [GrownPart(parent, number, shape, view)]
 
 
 def replay_of_grown(node: Any, x: Tensor, num_parts: int) -> Replay:

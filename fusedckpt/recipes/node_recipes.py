@@ -4,9 +4,10 @@
 
 A layer of ours notes its result at the result's node (`Entry`). Functions that a model's code calls
 between two layers are not seen; when a layer reads their result, their nodes tell them: a sum or
-product of two tensors, an activation, a batch or group norm, a result that is larger than its
-inputs (`grown_results`). If their inputs have recipes, or are saved, the layer saves the recipe of
-its input, and so do the functions, in place of tensors that they have saved before.
+product of two tensors, an activation, a batch or group norm, a view of a layer's result, a result
+that is larger than its inputs (`grown_results`). If their inputs have recipes, or are saved, the
+layer saves the recipe of its input, and so do the functions, in place of tensors that they have
+saved before.
 
 A function's inputs may be freed by then, so code may have written to them unseen. All values of a
 tensor that a recipe replaces are compared once, in the layer's first call, and samples of it in
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, levels, private, private_nodes, tracker
 from fusedckpt.autograd.dispatch import path_of
@@ -87,6 +88,13 @@ _FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = 
         F.avg_pool2d,
         ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
     ),
+}
+# by the class of a node of a sum or product, its name in reports and its function
+_FUNCTION_OF_TWO: dict[str, tuple[str, Callable[..., Tensor]]] = {
+    "AddBackward0": ("add", torch.add),
+    "SubBackward0": ("sub", torch.sub),
+    "MulBackward0": ("mul", torch.mul),
+    "DivBackward0": ("div", torch.div),
 }
 # returns, by the functions before a tensor, whether their recipe once made all its values
 Compared = Callable[[], dict[Any, bool]]
@@ -319,6 +327,24 @@ def view_by_node(x: Tensor, count: Count, compared: Compared) -> View | None:
     return view
 
 
+def save_input_in_code(node: Any, count: Count, compared: Compared) -> None:
+    """Let a convolution or max pool that code calls save the recipe of its input, if that is known.
+
+    node: of its result, or of that of another function; count, compared: see `view_by_node`.
+    """
+    if not private_nodes.reads_channels(node.__class__):
+        return
+    name, _ = saved_names(node.__class__)
+    try:
+        is_tensor = getattr(node, name).data.__class__ in PLAIN_TENSORS
+        x = private_nodes.saved_tensor(node, name) if is_tensor else None
+    except RuntimeError:
+        # it was written
+        return
+    if x is not None and not private.hooks_of(x):
+        _Walk(x, count, compared)._input(node, 0)
+
+
 class _Walk:
     """Finds the recipe of a tensor x by its node, and those of the functions before it.
 
@@ -375,14 +401,14 @@ class _Walk:
         if private_nodes.is_sum(kind):
             inputs = []
             for part, number in private_nodes.parts_of_sum(node):
-                view = self._part(part, num_functions)
+                view = self._part(part, number, num_functions)
                 inputs.append(self._small(part, number) if view is None else view)
-            made = self._of_two("add", torch.add, inputs)
+            made = self._of_two(*_FUNCTION_OF_TWO[kind.__name__], inputs)
         elif private_nodes.is_product(kind):
             first, second = private_nodes.FACTORS
             x = self._factor(node, 0, first, num_functions)
             y = self._factor(node, 1, second, num_functions)
-            made = self._of_two("mul", torch.mul, (x, y))
+            made = self._of_two(*_FUNCTION_OF_TWO[kind.__name__], (x, y))
         elif is_grown(kind):
             made = self._of_parts(node, num_functions)
         elif tells_function(kind):
@@ -444,34 +470,44 @@ class _Walk:
 
     def _of_part(self, part: GrownPart, num_functions: int) -> View | Leaf | None:
         """Return how to read a part of x, None where that is not known."""
-        node = part.node
-        if node is None or not (_ENTRY in node.metadata or tells_function(node.__class__)):
+        node, number = part.node, part.number
+        if node is None:
             return None
-        walk = _Walk(part.layout_in(self.x), self.count, self._compared)
+        kind = node.__class__
+        if not (_ENTRY in node.metadata or tells_function(kind) or private_nodes.is_view(kind)):
+            return None
+        return self._of(part.layout_in(self.x))._part(node, number, num_functions)
+
+    def _of(self, x: Tensor) -> _Walk:
+        """Return a walk from another tensor, that is part of this one."""
+        walk = _Walk(x, self.count, self._compared)
         walk._names = self._names
         walk._unseen = self._unseen
-        return walk._part(node, num_functions)
+        return walk
 
     def _factor(self, node: Any, place: int, name: str, num_functions: int) -> View | Leaf | None:
         """Return how to read a factor of a product, which may save it."""
-        parent, _ = node.next_functions[place]
+        parent, number = node.next_functions[place]
         raw = getattr(node, name)
         if raw.data is None:
-            return self._part(parent, num_functions)
+            return self._part(parent, number, num_functions)
         saved = self._saved(node, name, is_like=False)
         if not isinstance(saved, Tensor):
             return saved
         if saved.shape != self.x.shape or saved.dtype is not self.x.dtype:
             return CountedLeaf(saved)
-        view = self._part(parent, num_functions, _version_of(saved, parent))
+        view = self._part(parent, number, num_functions, _version_of(saved, parent))
         return self._saving(raw, saved, view or _view_of_norm(parent, saved))
 
     def _small(self, node: Any, number: int) -> Leaf | None:
-        """Return a part of a sum that is a view of a small result of a linear.
+        """Return a small part of a sum: a parameter, or a view of a linear's result.
 
         number: of the node's results.
         """
         part = _viewed_again(node, number)
+        is_parameter = part is None and _is_of_parameter(node)
+        if is_parameter:
+            part = node.variable.detach()
         x = self.x
         if part is None or part.dtype is not x.dtype or part.nbytes > x.nbytes // SHARE:
             return None
@@ -480,15 +516,22 @@ class _Walk:
         for size, size_of_x in zip(part.shape, shape, strict=False):
             if size not in (1, size_of_x):
                 return None
+        if part.dim() > x.dim():
+            return None
         # a copy, as code may write to a tensor that autograd does not save
-        return Leaf(part.clone()) if part.dim() <= x.dim() else None
+        leaf = Leaf(part.clone())
+        if is_parameter:
+            # code may have written there since the sum
+            self._unseen.add(leaf)
+        return leaf
 
     def _part(
-        self, node: Any, num_functions: int, version: int | None = None
+        self, node: Any, number: int, num_functions: int, version: int | None = None
     ) -> View | Leaf | None:
-        """Return how to read the result of a node, which functions up to x read.
+        """Return how to read a result of a node, which functions up to x read.
 
-        version: of the result when it was read, None where its reader does not tell it.
+        number: of the node's results. version: of the result when it was read, None where its
+        reader does not tell it.
         """
         if node is None or num_functions > LIMIT:
             return None
@@ -496,7 +539,10 @@ class _Walk:
         if entry is not None and (entry.source is not None or entry.known.made() is not None):
             made = self._noted(node, entry, num_functions)
             return None if made is None else _whole(made)
+        if private_nodes.is_view(node.__class__):
+            return self._view_of_noted(node, number, num_functions)
         if not tells_function(node.__class__):
+            save_input_in_code(node, self.count, self._compared)
             return None
         self._most = max(self._most, num_functions + 1)
         _, name = saved_names(node.__class__)
@@ -520,6 +566,31 @@ class _Walk:
         elif version != 0:
             self._unseen.add(made)
         return view
+
+    def _view_of_noted(self, node: Any, number: int, num_functions: int) -> View | None:
+        """Return how to read a view of a noted result, as a slice; number: of the node's results.
+
+        None for a view of another tensor, or of another shape than x.
+        """
+        views = []
+        while node is not None and private_nodes.is_view(node.__class__):
+            views.append((node, number))
+            node, number = node.next_functions[0]
+        entry: Entry | None = None if node is None else node.metadata.get(_ENTRY)
+        if entry is None:
+            return None
+        shape, stride, dtype = entry.layout
+        part = base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for view, number in reversed(views):
+            again = private_nodes.view_of_node(view, number)
+            assert again is not None
+            part = again(part)
+        if part.shape != self.x.shape or dtype is not self.x.dtype or part._base is not base:
+            return None
+        # of its shape, without its memory
+        like = self.x.new_empty(()).expand(shape)
+        made = self._of(like)._noted(node, entry, num_functions)
+        return None if made is None or made in self._unseen else view_in(made, part)
 
     def _noted(self, node: Any, entry: Entry, num_functions: int) -> Made | None:
         """Return the recipe of a noted result, None where it was written before, or has none."""
@@ -554,9 +625,9 @@ class _Walk:
         saved = self._saved(node, name) if name else None
         if name and (saved is None or isinstance(saved, View)):
             return saved
-        ((parent, _), *_) = node.next_functions
+        ((parent, number), *_) = node.next_functions
         version = _version_of(saved, parent) if isinstance(saved, Tensor) else None
-        view = self._part(parent, num_functions, version)
+        view = self._part(parent, number, num_functions, version)
         if isinstance(saved, Tensor):
             return self._saving(getattr(node, name), saved, view)
         return view
@@ -648,6 +719,12 @@ def _viewed_again(node: Any, number: int) -> Tensor | None:
         return None
     base = _viewed_again(*node.next_functions[0])
     return None if base is None else view(base)
+
+
+def _is_of_parameter(node: Any) -> bool:
+    """Whether a node is that of a parameter."""
+    # that of another class may be sharded
+    return getattr(node, "variable", None).__class__ is nn.Parameter
 
 
 def _version_of(saved: Tensor, node: Any) -> int | None:

@@ -35,6 +35,7 @@ from fusedckpt.recipes.node_recipes import (
     note_result,
     replay_of_node,
     save_in_place,
+    save_input_in_code,
     saved_names,
     tells_function,
     unwritten,
@@ -42,7 +43,7 @@ from fusedckpt.recipes.node_recipes import (
 )
 from fusedckpt.recipes.shared_layers import Shared, SharedActivation, SharedCheap
 
-_CONV_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
+CONV_LAYERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d) + (
     nn.ConvTranspose1d,
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
@@ -79,6 +80,9 @@ class SharedChannels(Shared):
         if view is None and (x._base is not None or tells_function(x.grad_fn.__class__)):
             count = None if hooks is None else hooks[0]
             view = view_by_node(x, count, partial(getattr, self._fusedckpt, "compared"))
+        elif view is None and self._fusedckpt.reads_in_code:
+            count = None if hooks is None else hooks[0]
+            save_input_in_code(x.grad_fn, count, partial(getattr, self._fusedckpt, "compared"))
         if view is None and (not self._fusedckpt_begins or _is_of_others(x)):
             return super().forward(x)
         forward = super(Shared, self).forward
@@ -176,7 +180,7 @@ class SharedConv(_OfChannelsAlone):
         if view is not None and view.source.name == "linear" and _is_narrow(view.source):
             # not worth a GEMM
             view = None
-        if view is not None and private.is_any_autocast_on() and isinstance(self, _CONV_LAYERS):
+        if view is not None and private.is_any_autocast_on() and isinstance(self, CONV_LAYERS):
             dtype = autocast_dtype(x.device)
             # as autocast does, on a tensor that is known
             to = x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
@@ -299,7 +303,7 @@ _OF_INPUT = (
 )
 CHANNEL_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.GroupNorm
 _CLASSES: dict[tuple[type[nn.Module], ...], type[SharedChannels]] = {
-    _CONV_LAYERS: SharedConv,
+    CONV_LAYERS: SharedConv,
     # each of one node of torch's: MaxPool1d takes three
     (nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveAvgPool2d): SharedConv,
     CHANNEL_NORMS: SharedChannelNorm,

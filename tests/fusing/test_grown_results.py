@@ -47,6 +47,30 @@ def one_empty(skip: Tensor, up: Tensor) -> Tensor:
     return torch.cat([skip.new_empty(0).requires_grad_(), skip, up], 1)
 
 
+def halves_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    first, second = skip[:, :2], skip[:, 2:]
+    with torch.no_grad():
+        first.mul_(2)
+    return torch.cat([second, first], 1)
+
+
+def base_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    y = torch.cat([skip[:, 2:], skip[:, :2]], 1)
+    with torch.no_grad():
+        skip.mul_(2)
+    return y
+
+
+def halves_gated(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    first, second = skip.chunk(2, 1)
+    return torch.cat([first * torch.sigmoid(second), first - second], 1)
+
+
+def halves_changed(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    first, second = skip[:, :1], skip[:, 1:]
+    return torch.cat([first.add_(1), second], 1)
+
+
 def larger(low: Tensor, scale: float, mode: str = "nearest") -> Tensor:
     return F.interpolate(low, scale_factor=scale, mode=mode)
 
@@ -72,6 +96,23 @@ GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int, float]] 
     "by three": (lambda skip, up, low: larger(up, 3), 1, 9),
     "bilinear": (lambda skip, up, low: larger(low, 4, "bilinear"), 1, 0),
     "bilinear of none": (lambda skip, up, low: larger(up, 2, "bilinear"), 1, 4),
+    "cropped": (
+        lambda skip, up, low: torch.cat([t[:, :, 1:, 1:-1] for t in (skip, up)], 1),
+        2,
+        42 / 64,
+    ),
+    "halves": (lambda skip, up, low: torch.cat([*skip.chunk(2, 1)][::-1], 1), 1, 0),
+    "a slice of a slice": (lambda skip, up, low: torch.cat([skip[:, 1:][:, ::2]] * 2, 1), 1, 0),
+    "parts by sizes": (lambda skip, up, low: torch.cat([*skip.split([1, 3], 1)][::-1], 1), 1, 0),
+    "channels alone": (lambda skip, up, low: torch.stack([*skip.unbind(1)], 1), 1, 1),
+    "sum of slices": (lambda skip, up, low: skip[:, :2].repeat(1, 2, 1, 1) + skip, 1, 1),
+    "sum with a transposed": (lambda skip, up, low: skip + skip.transpose(2, 3), 1, 0),
+    "sum with an expanded": (lambda skip, up, low: skip + skip[:, :1].expand_as(skip), 1, 0),
+    "difference": (lambda skip, up, low: skip - skip.flatten(2).view_as(skip) / 2, 1, 0),
+    "halves, gated": (halves_gated, 1, 0),
+    "halves, written": (halves_written, 1, 1),
+    "halves, changed": (halves_changed, 1, 1),
+    "halves, their base written": (base_written, 1, 1),
     "nested": (lambda skip, up, low: torch.cat([skip, larger(low, 2, "bilinear")], 1), 2, 0),
 }
 
@@ -82,7 +123,9 @@ class UpBlock(nn.Module):
     def __init__(self, name: str):
         super().__init__()
         self.grow, width, _ = GROWN[name]
-        self.first, self.norm, self.act = nn.Conv2d(C, C, 1), nn.BatchNorm2d(C), nn.ReLU()
+        self.first, self.norm = nn.Conv2d(C, C, 1), nn.BatchNorm2d(C)
+        # code may write to a result that it does not save
+        self.act = nn.GELU() if name.startswith("halves") else nn.ReLU()
         self.down, self.low_norm, self.low_act = nn.Conv2d(C, C, 2, 2), nn.BatchNorm2d(C), nn.ReLU()
         self.up, self.last = nn.ConvTranspose2d(C, C, 2, 2), nn.Conv2d(width * C, C, 1)
 

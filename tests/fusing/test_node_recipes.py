@@ -61,6 +61,22 @@ def swish(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
     return n * torch.sigmoid(n)
 
 
+def less_parameter(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    return (plain(model, n, shift, scale) - model.shift) / 2
+
+
+def parameter_written(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    y = plain(model, n, shift, scale) - model.shift
+    with torch.no_grad():
+        model.shift.add_(1)
+    return y
+
+
+def parameter_written_later(model: Any, n: torch.Tensor, shift: Any, scale: Any) -> torch.Tensor:
+    model.later = model.shift.data
+    return plain(model, n, shift, scale) - model.shift
+
+
 class Modulated(nn.Module):
     """As a block of DiT: a shift and a scale of each sample, behind a norm without parameters."""
 
@@ -69,6 +85,7 @@ class Modulated(nn.Module):
         self.act, self.vectors = nn.SiLU(), nn.Linear(D, 2 * D)
         self.norm = nn.LayerNorm(D, elementwise_affine=is_affine)
         self.mlp, self.modulate = SmallMLP(), modulate
+        self.shift = nn.Parameter(torch.randn(D))
 
     def forward(self, x, c):
         scale, shift = self.vectors(self.act(c)).chunk(2, dim=-1)
@@ -82,7 +99,7 @@ class SmallMLP(nn.Sequential):
 
 # how many rows are saved, x always, and how many vectors of a sample: SiLU's result, a factor, and
 # a copy of the shift. Eager saves nine rows, with those of the MLP
-MODULATED: dict[str, tuple[Any, int, int]] = {
+MODULATED: dict[str, tuple[Any, int, float]] = {
     "plain": (plain, 1, 3),
     "affine": (plain, 2, 3),
     "shift first": (shift_first, 1, 3),
@@ -93,17 +110,21 @@ MODULATED: dict[str, tuple[Any, int, int]] = {
     "result written": (result_written, 2, 2),
     # the sigmoid's result
     "swish": (swish, 2, 1),
+    # of the parameter a copy, half as long as the vectors of both samples
+    "less a parameter": (less_parameter, 1, 3.5),
+    "parameter written": (parameter_written, 2, 2),
+    "parameter written later": (parameter_written_later, 1, 3.5),
 }
 
 
-def gradients(model: nn.Module, x: torch.Tensor, c: torch.Tensor) -> list[Any]:
+def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[Any]:
     model.zero_grad()
-    y = model(x, c)
+    y = model(*inputs)
     later = getattr(model, "later", None)
     if isinstance(later, torch.Tensor):
         later.mul_(2)
     y.square().sum().backward()
-    return [y.detach(), *(p.grad for p in model.parameters())]
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
 @pytest.mark.parametrize("name", MODULATED)
@@ -120,6 +141,80 @@ def test_modulated_norms(name):
         for a, b in zip(gradients(ours, x, c), gradients(eager, x, c), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
     assert saved_bytes(ours, [x, c]) == num_rows * ROWS + num_vectors * VECTOR
+
+
+def read_by(read: Any, act: Any = lambda h: h) -> Any:
+    """Return a function of a picture and a weight that reads act(picture)."""
+    return lambda h, w: read(act(h), w)
+
+
+def written_first(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        h.mul_(2)
+    return h
+
+
+def pooled(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return nn.functional.max_pool2d(h, 2)
+
+
+def convolved(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return nn.functional.conv2d(h, w)
+
+
+def residual(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return h + convolved(h, w)
+
+
+relu = nn.functional.relu
+SIDE, PICTURE = 8, 8 * N * D * 8 * 8
+# by name: a function of a picture that has a recipe, and a weight; the pictures that are saved from
+# there on
+READ_IN_CODE: dict[str, tuple[Any, float]] = {
+    # the result, and the indices
+    "max pool": (read_by(pooled), 0.5),
+    "max pool of a function": (read_by(pooled, relu), 0.5),
+    "max pool, written": (read_by(pooled, written_first), 1.5),
+    "convolution": (read_by(convolved), 1),
+    "convolution of a function": (read_by(convolved, relu), 1),
+    "convolution, written": (read_by(convolved, written_first), 2),
+    "residual": (read_by(residual), 1),
+    # a repeated part has no recipe
+    "convolution of a part": (lambda h, w: convolved(h[:, :2].repeat(1, 2, 1, 1), w), 2),
+}
+
+
+class ReadsInCode(nn.Module):
+    """A layer's result is read by functions that code calls."""
+
+    def __init__(self, read: Any):
+        super().__init__()
+        self.first, self.norm, self.act = nn.Conv2d(D, D, 1), nn.BatchNorm2d(D), nn.GELU()
+        self.weight, self.read = nn.Parameter(torch.randn(D, D, 1, 1)), read
+        self.last_norm, self.last = nn.BatchNorm2d(D), nn.Conv2d(D, D, 1)
+
+    def forward(self, x):
+        y = nn.functional.conv2d(x, self.weight)
+        h = self.read(self.act(self.norm(self.first(y))), self.weight)
+        return self.last(self.last_norm(h))
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+@pytest.mark.parametrize("name", READ_IN_CODE)
+def test_functions_that_read_channels_in_code(name, is_last):
+    read, num_pictures = READ_IN_CODE[name]
+    torch.manual_seed(0)
+    layout = torch.channels_last if is_last else torch.contiguous_format
+    eager = ReadsInCode(read).to(DEVICE, torch.float64).to(memory_format=layout)
+    ours = copy.deepcopy(eager)
+    fusedckpt.fuse(ours)
+    x = torch.randn(N, D, SIDE, SIDE, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        for a, b in zip(gradients(ours, x), gradients(eager, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    # the inputs of both functions before, and the vectors of norms
+    saved = (3 + num_pictures) * PICTURE + 8 * 8 * D
+    assert saved_bytes(ours, [x]) == saved
 
 
 class Assigns(nn.Module):
