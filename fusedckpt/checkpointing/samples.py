@@ -253,7 +253,8 @@ class Samples:
         self._last = 0
         # of the tensors with samples
         self.strides: dict[int, tuple[int, ...]] = {}
-        # the last tensor that requires no grad, which may yet be written: index, shape and dtype
+        # the last tensor that requires no grad, which may yet be written: its index; the operation,
+        # its shape and dtype
         self._noise: tuple[int, Any] = -1, None
 
     def begin(self, tensors: Sequence[Tensor]) -> None:
@@ -266,11 +267,12 @@ class Samples:
 
     def take(self, index: int, tensor: Tensor, key: int = 0) -> None:
         """Take those of the tensor that is saved at an index; key: of its storage, if known."""
-        like = tensor.shape, tensor.dtype
-        if like == self._noise[1]:
+        like = private.num_nodes(), tensor.shape, tensor.dtype
+        if not tensor.requires_grad:
+            self._noise = index, like
+        elif like == self._noise[1]:
             # rrelu saves its noise, then its input, and then draws the noise
             self.drop([self._noise[0]])
-        self._noise = (index, None if tensor.requires_grad else like)
         key = key or storage_of(tensor)
         if key not in self._given:
             # saved again by the operation that reads it

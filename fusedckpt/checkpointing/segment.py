@@ -238,12 +238,12 @@ class Segment(Trace, CheckpointPhase):
                 source = self._argument_source(tensor, argument)
         packed = Packed(index, (tensor.shape, tensor.dtype, tensor.device), source, key)
         self.saved.append(weakref.ref(packed))
+        if source is None and is_sampled and self.samples is not None:
+            self.samples.take(index, tensor, key)
         if self.provisional is not None:
             # without its graph, which would come to hold itself
             tensor = tensor.detach() if tensor.requires_grad else tensor
             self.provisional.append(Provisional(packed, tensor, tensor._version))
-        if source is None and is_sampled and self.samples is not None:
-            self.samples.take(index, tensor, key)
         return packed
 
     def _leaf_source(self, index: int, tensor: Tensor, owner: Tensor) -> LeafSource | None:

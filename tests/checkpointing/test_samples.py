@@ -103,6 +103,19 @@ def test_other_indices_raise():
         y.sum().backward()
 
 
+def test_a_mask_is_no_noise_of_the_next_operation():
+    """rrelu saves its noise, which it has yet to draw, and then a tensor like it."""
+    kept = [0.5]
+
+    def fn(x):
+        return x * torch.full_like(x, kept[0]) + (x + 1).sin()
+
+    y = checkpoint(fn, randn(40, D).requires_grad_(), debug="samples").sum()
+    kept[0] = 0.6
+    with pytest.raises(CheckpointError, match="other values"):
+        y.backward()
+
+
 def test_no_number_is_compared_beyond_rounding():
     """NaN and inf are equal to themselves; a last bit in float32 is rounding, a bool is not."""
     fill, model = [float("nan"), 0.0], nn.Linear(D, D).to(DEVICE)

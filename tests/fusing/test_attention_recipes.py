@@ -343,3 +343,26 @@ def test_second_derivatives():
         (first,) = torch.autograd.grad(each(x).square().sum(), weight, create_graph=True)
         found.append([first, *torch.autograd.grad(first.square().sum(), weight)])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_a_weight_with_other_memory_before_backward(name):
+    """It raises no version: the first call's recompute differs, and nodes have the old weight."""
+    x = randn(2, T, D, dtype=torch.float64)
+    for num_steps in range(3):
+        eager, model = pair(Separate)
+        assert_steps(eager, model, num_steps)
+        found = []
+        for each in (eager, model):
+            each.zero_grad()
+            loss = each(x).square().sum()
+            weight = getattr(each.attention, name).weight
+            weight.data = weight.data * 1.1
+            if each is model and not num_steps:
+                with pytest.raises(CheckpointError, match="other values"):
+                    loss.backward()
+            else:
+                loss.backward()
+            found.append([p.grad for p in each.parameters()])
+        if num_steps:
+            torch.testing.assert_close(*found)
