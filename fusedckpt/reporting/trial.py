@@ -58,8 +58,9 @@ def trial(
     variables that the code of modules, their hooks and the loss name: those that it assigns,
     containers, plain objects, generators and tensors without gradients; the random state of
     Python, NumPy, the CPU and all CUDA devices. A tensor that did not change is not
-    written to. Parameters that `optimizer` does not have are not copied, but for those with hooks
-    that run when their gradients are complete, such as an optimizer's in backward.
+    written to. Parameters that `optimizer` does not have are not copied, but for those that code of
+    modules may write, and those with hooks that run when their gradients are complete, such as an
+    optimizer's in backward.
 
     Items of containers, and attributes of objects among `inputs`, are read and written past the
     methods of their own classes, and written only where they changed. Containers with more than
@@ -98,8 +99,7 @@ def trial(
         backup.add_modules(model)
         backup.add_variables(model, loss)
         for parameter in written_parameters(model):
-            if not parameter.requires_grad:
-                backup.add(parameter)
+            backup.add(parameter)
         for name, parameter in model.named_parameters():
             undo.callback(put_memory_back, parameter, parameter.detach())
             if updates_early(parameter):

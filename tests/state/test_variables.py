@@ -202,6 +202,27 @@ def test_runs_on_trial_leave_the_parameters_that_a_forward_writes(run, way):
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
+class Clamped(nn.Module):
+    """Keeps its own weight, which is trained, within bounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, D * D).view(D, D))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.5, 0.5)
+        return F.linear(x, self.weight)
+
+
+@TRIALS
+def test_runs_on_trial_leave_trained_parameters_that_a_forward_writes(run):
+    model = nn.Sequential(Clamped(), Clamped()).to(DEVICE)
+    before = copy.deepcopy(model.state_dict())
+    run(model, torch.randn(2, 6, D, device=DEVICE))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
 def test_data_in_variables_is_not_copied(monkeypatch):
     monkeypatch.setattr("fusedckpt.state.variables._MOST_BYTES", 64)
     small, large = torch.zeros(8), torch.zeros(1024)
