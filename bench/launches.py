@@ -70,7 +70,9 @@ LLAMA = norm.NormRule("rms", 1e-6, 0.0, "llama")
 LAYER = norm.NormRule("layer", 1e-6)
 GATED = gated_norm.GatedNormRule(1e-5, gates_first=True, cast="llama")
 # the last has few tokens: its sums of dw are as large as the rows
-NORMS = ((4096, 2048), (4096, 4096), (4096, 12288), (4096, 16384), (512, 4096))
+NORMS = ((4096, 768), (4096, 2048), (4096, 4096), (4096, 12288), (4096, 16384), (512, 4096))
+# Mamba 2's widths
+GATED_ROWS = ((4096, 8192), (4096, 5120), (512, 5120))
 # few tokens, and GPT-2's rows, which begin within a vector
 LOGITS = ((1024, 128256), (512, 128256), (4096, 50257))
 # 8192 tokens of models: GPT-2 small, Llama 3.2 1B, Llama 3 8B, Llama 3 70B
@@ -403,7 +405,7 @@ OPERATIONS: dict[str, Operation] = {
     "gated_rms_norm backward": Operation(
         gated_backward,
         10,
-        ((4096, 8192),),
+        GATED_ROWS,
         (
             _inductor(
                 gated_grad_of,

@@ -22,7 +22,7 @@ from .norm import (
     programs_for,
     shared_per_multiprocessor,
 )
-from .norm_kernels import as_loaded, inverse_std, round_xhat, row_sums
+from .norm_kernels import as_loaded, inverse_std, round_xhat, row_sums, sums_over
 from .partials import sum_partials
 from .runtime import (
     arch,
@@ -267,6 +267,29 @@ def places_of(rm, rn, first, m, n):
     return first + rn, (rm < m) & (rn < n)
 
 
+@triton.jit
+def blocks_of(WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Return the columns of a row's blocks: of BLOCK_N, then of an eighth of that or more.
+
+    Each has a power of two: 5120 have 4096 and 1024, of which no thread computes in vain.
+    """
+    blocks = ()
+    for index in tl.static_range(WIDTH // BLOCK_N):
+        blocks = blocks + (index * BLOCK_N + tl.arange(0, BLOCK_N)[None, :],)
+    for index in tl.static_range(1, 4):
+        if WIDTH & (BLOCK_N >> index):
+            larger = BLOCK_N >> index - 1
+            rn = WIDTH // larger * larger + tl.arange(0, BLOCK_N >> index)[None, :]
+            blocks = blocks + (rn,)
+    return blocks
+
+
+@triton.jit
+def thread_sums(tile, LANES: tl.constexpr):
+    """Return LANES sums of adjacent elements of a row, as many for blocks of any size."""
+    return tl.sum(tl.reshape(tile, (LANES, tile.shape[1] // LANES)), 1)
+
+
 @jit_kernel
 def gated_norm_grad_kernel(
     t,
@@ -279,43 +302,55 @@ def gated_norm_grad_kernel(
     ROUND: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LANES: tl.constexpr,
     STAGES: tl.constexpr,
     HOLDS: tl.constexpr,
 ):
     """Compute the gradients of some tiles of rows of one group, and their sums of dw in registers.
 
     `t` is a GatedNormGrad. A tile's loads are under way while the tile before it is worked on. A
-    tile has CHUNKS blocks of columns: values that only one block needs reuse the registers.
+    tile has blocks of columns, see `blocks_of`: values that only one block needs reuse the
+    registers. LANES: see `thread_sums`, 0 if all blocks have one size.
     """
     first = tl.program_id(1) * n
     per_row = 1.0 / n
-    blocks = ()
+    blocks = blocks_of(WIDTH, BLOCK_N)
     weights = ()
     sums = ()
-    for index in tl.static_range(CHUNKS):
-        rn = index * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        blocks = blocks + (rn,)
+    for index in tl.static_range(len(blocks)):
+        rn = blocks[index]
         if t.weight is not None:
             weights = weights + (tl.load(t.weight + first + rn, rn < n, 0.0),)
-        sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
+        sums = sums + (tl.zeros((BLOCK_M, rn.shape[1]), tl.float32),)
     tiles = tl.cdiv(m, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
-        squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for index in tl.static_range(CHUNKS):
+        if LANES:
+            squares = tl.zeros((LANES,), tl.float32)
+        else:
+            squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        products = squares
+        for index in tl.static_range(len(blocks)):
             at, mask = places_of(rm, blocks[index], first, m, n)
             x, gate, dy = read_tiles(t, rm, at, mask, "")
             weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
             _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
-            squares += row * row
-            products += row * dxhat
-        square, product, _ = row_sums(squares, products, None)
+            if LANES:
+                squares += thread_sums(row * row, LANES)
+                products += thread_sums(row * dxhat, LANES)
+            else:
+                squares += row * row
+                products += row * dxhat
+        if LANES:
+            # numbers, as a tile would have another layout than those of rows
+            square, product, _ = sums_over(squares, products, None, 0)
+        else:
+            square, product, _ = row_sums(squares, products, None)
         rstd = inverse_std(square * per_row, eps, rm < m)
         share = product * per_row * rstd
         added = ()
-        for index in tl.static_range(CHUNKS):
+        for index in tl.static_range(len(blocks)):
             at, mask = places_of(rm, blocks[index], first, m, n)
             # once more, out of the cache: held meanwhile they would take too many registers
             x, gate, dy = read_tiles(t, rm, at, mask, ".cg")
@@ -329,7 +364,7 @@ def gated_norm_grad_kernel(
             added = added + (sums[index] + terms if t.dw is not None else sums[index],)
         sums = added
     if t.dw is not None:
-        for index in tl.static_range(CHUNKS):
+        for index in tl.static_range(len(blocks)):
             place = t.dw + tl.program_id(0) * t.width + first + blocks[index]
             tl.store(place, tl.sum(sums[index], axis=0)[None, :], mask=blocks[index] < n)
 
@@ -447,7 +482,8 @@ def gated_norm_grad(
     share = 8 if max(t.element_size() for t in (dy, x, gate)) > 2 else 16
     kernel = wide_gated_norm_grad_kernel
     tile = chunk_of(n)
-    how = {}
+    columns = next_power_of_2(n)
+    how: dict[str, Any] = {}
     if n * 16 <= MAX_GROUP * share:
         kernel = gated_norm_grad_kernel
         tile = tile_of(n, GRAD_TILE)
@@ -455,20 +491,26 @@ def gated_norm_grad(
         is_one = tile["BLOCK_M"] == 1
         tile["num_warps"] = warps_of(tile, share if is_one else 8)
         is_nvidia = arch().startswith("sm_")
-        # two spill on sm_100 where the gate comes last
-        chunks = (4 if arch() == "sm_100" else 2) if is_one else 1
-        tile["BLOCK_N"] //= chunks
-        how = {"CHUNKS": chunks, "STAGES": 2 if is_nvidia else 1, "HOLDS": is_nvidia}
+        columns = tile["BLOCK_N"]
+        if is_one:
+            part = columns // 8
+            columns = cdiv(n, part) * part
+            # two of a half spill on sm_100 where the gate comes last; rows of other widths take
+            # loads of two bytes, whose addresses fill the registers
+            eighths = (2 if arch() == "sm_100" else 4) if n % 16 == 0 else 1
+            tile["BLOCK_N"] = part * eighths
+        lanes = 32 * tile["num_warps"] if columns % tile["BLOCK_N"] else 0
+        how = {"WIDTH": columns, "LANES": lanes}
+        how |= {"STAGES": 2 if is_nvidia else 1, "HOLDS": is_nvidia}
     if arch().startswith("sm_"):
         # left to itself sm_100 takes fewer for groups of 128 columns, and spills eight bytes
         how["maxnreg"] = 128
     # two tiles of each are on their way, one to be read again
-    loading = 2 * bytes_per_column(dy, x, gate) * tile["BLOCK_M"] * next_power_of_2(n)
+    loading = 2 * bytes_per_column(dy, x, gate) * tile["BLOCK_M"] * columns
     fitting = shared_per_multiprocessor(x.device) // (loading + BESIDE_TILES)
     resident = max(1, min(WARPS // tile["num_warps"], fitting))
     units = num_multiprocessors(x.device)
-    most = max(1, resident * units // rule.groups)
-    programs = min(programs_for(m, tile["BLOCK_M"], resident, units), most)
+    programs = programs_for(m, tile["BLOCK_M"], resident, units, rule.groups)
     contiguous = torch.contiguous_format
     dx, dgate = (
         torch.empty_like(like, memory_format=contiguous) if need else None

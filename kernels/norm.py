@@ -75,12 +75,16 @@ def grad_rows_for(n: int, share: int, has_halves: bool) -> dict[str, int]:
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": num_warps, "HALVES": halves}
 
 
-def programs_for(m: int, block_m: int, resident: int, units: int) -> int:
+def programs_for(m: int, block_m: int, resident: int, units: int, groups: int = 1) -> int:
     """Return how many programs share m rows, at most `resident` on each of the multiprocessors.
 
-    Beyond one each they get 8 rows, so that their sums stay small beside the rows.
+    Beyond one each they get 8 rows, so that their sums stay small beside the rows. Up to one each
+    they are as few as take no more turns: 1,024 tiles take 8 of 132 programs, and of 128. Of more,
+    some multiprocessors would have fewer than others. groups: how many times they are launched.
     """
-    return max(1, min(cdiv(m, block_m), resident * units, max(units, m // 8)))
+    tiles = max(1, cdiv(m, block_m))
+    most = min(tiles, max(1, min(resident * units, max(units, m // 8)) // groups))
+    return most if most * groups > units else cdiv(tiles, cdiv(tiles, most))
 
 
 def stages_for(column_bytes: int, target: str) -> int:

@@ -47,6 +47,8 @@ def gated_norms() -> None:
     rule = gated_norm.GatedNormRule
     for n, dtype, options in (
         (5120, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
+        (4101, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
+        (7168, torch.bfloat16, rule(1e-6)),
         (10240, torch.bfloat16, rule(1e-5, gates_first=True, cast="llama")),
         (8192, torch.bfloat16, rule(1e-6)),
         (8192, torch.bfloat16, rule(1e-5, groups=8, gates_first=True, cast="llama")),

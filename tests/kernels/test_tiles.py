@@ -11,10 +11,10 @@ from support import randn
 
 from fusedckpt.autograd import dispatch
 from fusedckpt.functional import gated_mlp, linear_act
-from fusedckpt.kernels import gemm
+from fusedckpt.kernels import gemm, norm
 from fusedckpt.kernels.gemm import SCALAR, SHORT_K, TILES, Tile, family, precision_of, tile_for
 from fusedckpt.kernels.linear import linear_then_act as launch_linear_act
-from fusedckpt.kernels.runtime import HAS_TRITON
+from fusedckpt.kernels.runtime import HAS_TRITON, cdiv
 from tests.ptx.product_cases import precision as multiplying_in
 
 
@@ -147,3 +147,28 @@ def test_descriptors_that_cannot_round_load_no_tf32(can_round, precision, monkey
     if options["DESCRIPTORS"] and precision == "tf32":
         assert args[0].round_f32_to_tf32
         assert args[1].round_f32_to_tf32
+
+
+def test_no_more_programs_share_rows_than_the_longest_turn_needs():
+    """Each program of a norm's gradient writes a row of sums, which one launch reads again."""
+    # rows, rows of a tile, programs that fit a multiprocessor, multiprocessors
+    for rows, block_m, resident, units, programs in (
+        (4096, 4, 1, 132, 128),
+        (512, 2, 1, 108, 86),
+        # two on each
+        (4096, 4, 2, 108, 216),
+        # beyond one each they get 8 rows
+        (512, 1, 4, 132, 128),
+        (1600, 1, 4, 132, 200),
+        (3, 4, 1, 132, 1),
+        (0, 4, 1, 132, 1),
+    ):
+        assert norm.programs_for(rows, block_m, resident, units) == programs
+    for tiles in range(1, 300, 7):
+        programs = norm.programs_for(tiles, 1, 1, 108)
+        turns = cdiv(tiles, min(tiles, 108))
+        assert cdiv(tiles, programs) == turns
+        assert programs == 1 or cdiv(tiles, programs - 1) > turns
+    # groups share the multiprocessors
+    assert norm.programs_for(4096, 4, 1, 132, groups=8) == 16
+    assert norm.programs_for(4096, 4, 1, 6, groups=8) == 1

@@ -27,7 +27,9 @@ def both(n, **options):
 
 
 # groups of one chunk and of several
-@pytest.mark.parametrize(("n", "groups"), [(45, 3), (128, 1), (2100, 1), (4200, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("n", "groups"), [(45, 3), (128, 1), (2100, 1), (2560, 1), (4200, 2)], ids=str
+)
 @pytest.mark.parametrize("gates_first", [False, True], ids=["after", "first"])
 def test_groups_and_long_rows(n, groups, gates_first, path):
     # sums of few rows have few roundings

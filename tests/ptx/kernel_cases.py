@@ -202,6 +202,8 @@ def gated_norm_cases() -> list[KernelCase]:
         *(("bf16", 3, 2100, mamba), ("bf16", 3, 8 * 600, eight), ("f32", 3, 2 * 2100, grouped)),
         *(("bf16", 70, 128, qwen), ("bf16", 70, 101, kimi), ("f16", 5, 1016, qwen)),
         *(("bf16", 2, 8192, plain), ("bf16", 3, 5120, mamba), ("bf16", 3, 8200, mamba)),
+        # blocks of three sizes, and of one for loads of two bytes
+        *(("bf16", 3, 7168, plain), ("f32", 3, 2 * 3584, grouped), ("bf16", 3, 4101, mamba)),
         ("bf16", 1, 8208, plain),
     ]
     return [
