@@ -268,11 +268,12 @@ class Samples:
     def take(self, index: int, tensor: Tensor, key: int = 0) -> None:
         """Take those of the tensor that is saved at an index; key: of its storage, if known."""
         like = private.num_nodes(), tensor.shape, tensor.dtype
+        if like == self._noise[1] and (tensor.requires_grad or tensor.dim() == 1):
+            # rrelu saves its noise, then its input, and then draws the noise; batch norm saves its
+            # running statistics, and writes them without a version
+            self.drop([self._noise[0]])
         if not tensor.requires_grad:
             self._noise = index, like
-        elif like == self._noise[1]:
-            # rrelu saves its noise, then its input, and then draws the noise
-            self.drop([self._noise[0]])
         key = key or storage_of(tensor)
         if key not in self._given:
             # saved again by the operation that reads it

@@ -31,7 +31,7 @@ from fusedckpt.fusing.swap import Swapped
 from fusedckpt.layers import fallbacks
 from fusedckpt.layers.fallbacks import NotFused
 from fusedckpt.layers.notes import NO_NOTES, NOTES, set_notes
-from fusedckpt.recipes import attention_recipes, shared_layers
+from fusedckpt.recipes import attention_recipes, recipe_mode, shared_layers
 from fusedckpt.recipes.node_patterns import FinishedCall
 from fusedckpt.state.holders import ATOMS
 from fusedckpt.state.noted import is_collection
@@ -79,17 +79,22 @@ class Recomputed(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint where that saves less."""
-        forward = super(Swapped, self).forward
+        original = forward = super(Swapped, self).forward
         x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
         if self._runs_unchanged(x):
-            return forward(*args, **kwargs)
+            return original(*args, **kwargs)
         values = *args, *kwargs.values()
         if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
-            return forward(*args, **kwargs)
+            return original(*args, **kwargs)
         modules = modules_in(self, values)
+        in_mode = private.num_function_modes() > 0 and tracker.sees_alone()
+        if in_mode:
+            # neither checkpoints nor nodes need the mode, which would see each function
+            forward = partial(recipe_mode.exposing, original)
         if self._fusedckpt.follows_nodes and self._may_follow_nodes(modules):
-            run = partial(self._saving_recipes, forward, x, args, kwargs)
-            return phases.with_own_hooks(run, partial(forward, *args, **kwargs))
+            run = partial(self._saving_recipes, forward, x, args, kwargs, in_mode)
+            run = partial(phases.with_own_hooks, run, partial(original, *args, **kwargs))
+            return tracker.outside_mode(run) if in_mode else run()
         obstacle = repeat_obstacle(modules, values)
         little_gain: _LittleGain | None = self._fusedckpt.little_gain
         if obstacle is None and little_gain is not None and little_gain.shape == x.shape:
@@ -98,7 +103,7 @@ class Recomputed(Swapped):
             obstacle = NotFused(little_gain.key) if is_alike else None
         if obstacle is not None:
             fallbacks.note_fallback(self, obstacle)
-            return forward(*args, **kwargs)
+            return original(*args, **kwargs)
         is_mlp = self._fusedckpt.match is not None
         # torch.compile cannot ask
         since = 0 if is_mlp else private.num_nodes()
@@ -126,11 +131,18 @@ class Recomputed(Swapped):
         return is_free and attention_recipes.may_save_recipes()
 
     def _saving_recipes(
-        self, forward: Callable[..., Any], x: Tensor, args: Any, kwargs: Any, count: Count
+        self,
+        forward: Callable[..., Any],
+        x: Tensor,
+        args: Any,
+        kwargs: Any,
+        in_mode: bool,
+        count: Count,
     ) -> Any:
         """Run the forward once: attention saves recipes of its inputs.
 
-        Where one is not found, later calls run in a checkpoint again.
+        Where one is not found, later calls run in a checkpoint again. in_mode: whether a mode of
+        recipes is around.
         """
         view = shared_layers.recipe_of(x, self)
         since = private.num_nodes()
@@ -139,6 +151,9 @@ class Recomputed(Swapped):
             y = forward(*args, **kwargs)
         # code of the model has run
         next_call.forget()
+        if in_mode and view is not None and shared_layers.recipe_of(x, self) is None:
+            # it got the argument's memory
+            view = None
         call = _call_of(since, x, y)
         if not call.results:
             return y

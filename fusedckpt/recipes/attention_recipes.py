@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedckpt.autograd import phases, private
+from fusedckpt.autograd import phases, private, tracker
 from fusedckpt.autograd.dispatch import cast_by
 from fusedckpt.autograd.private_nodes import PackedArgument, meta_of_result, saved_by
 from fusedckpt.autograd.recipes import (
@@ -54,7 +54,7 @@ def may_save_recipes() -> bool:
     hooks = private.top_hooks()
     return (
         (hooks is None or phases.only_count(hooks))
-        and not private.num_function_modes()
+        and (not private.num_function_modes() or tracker.sees_alone())
         and not private.num_dispatch_modes()
         and not private.are_transforms_active()
         and private.forward_level() < 0

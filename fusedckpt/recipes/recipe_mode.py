@@ -76,8 +76,7 @@ class RecipeMode(TorchFunctionMode):
         if kind is None or torch.compiler.is_compiling():
             return func(*args, **(kwargs or {}))
         if kind in _EXPOSING:
-            index.expose(args[0], is_read=kind == "shows")
-            return func(*args, **(kwargs or {}))
+            return _exposing(kind, func, args, kwargs)
         kwargs = kwargs or {}
         again, inputs = replay_of(func, args, kwargs)
         if not self._takes(inputs, kwargs):
@@ -281,6 +280,31 @@ class RecipeMode(TorchFunctionMode):
         masked = partial(dropouts.masked, 1 / (1 - p))
         self._note(masked, [input, mask], y, saved, name="dropout")
         return y
+
+
+class ExposureMode(TorchFunctionMode):
+    """The functions called inside run as they are; those that expose a tensor end its recipe."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function."""
+        kind = KINDS.get(func)
+        if kind in _EXPOSING:
+            return _exposing(kind, func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def exposing(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Return run(*args, **kwargs), code of a model that runs outside of its `RecipeMode`."""
+    with ExposureMode():
+        return run(*args, **kwargs)
+
+
+def _exposing(kind: str, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
+    """Run a function by which code gets a tensor's memory, of which other readers have recipes."""
+    index.expose(args[0], is_read=kind == "shows")
+    return func(*args, **(kwargs or {}))
 
 
 def batch_norm_again(

@@ -11,9 +11,11 @@ import torch
 from support import randn
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
+from zoo import Attention
 
 import fusedckpt
 from fusedckpt.checkpointing import samples
+from fusedckpt.layers.notes import notes_of
 from fusedckpt.recipes import recipe_mode
 
 T, D = 6, 16
@@ -99,6 +101,48 @@ def test_writes(write, place, options, monkeypatch):
     actual = gradients(ours, x)
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b)
+
+
+class WritingAttention(Attention):
+    """Writes to its argument before it reads it, from a call on."""
+
+    def __init__(self, write: Callable[[Tensor], None], since: int):
+        super().__init__(D)
+        self.write, self.since = write, since
+
+    def forward(self, x):
+        self.since -= 1
+        if self.since < 0:
+            self.write(x)
+        return super().forward(x)
+
+
+class FunctionsAround(nn.Module):
+    """Functions make attention's argument, and another one reads it behind attention."""
+
+    def __init__(self, attention: WritingAttention):
+        super().__init__()
+        self.first, self.attention, self.last = nn.Linear(D, D), attention, nn.Linear(D, D)
+
+    def forward(self, x):
+        h = nn.functional.gelu(self.first(x)) * 2
+        y = self.attention(h)
+        return self.last(h.sigmoid() * y)
+
+
+@pytest.mark.parametrize("since", range(3))
+@pytest.mark.parametrize("write", [clamp, assign, numpy])
+def test_attention_that_writes_to_a_result_of_functions(write, since, monkeypatch):
+    """The mode of recipes sees writes in its first calls, in a checkpoint, and in later ones."""
+    monkeypatch.setattr(recipe_mode, "FLOOR_BYTES", 0)
+    torch.manual_seed(0)
+    eager = FunctionsAround(WritingAttention(write, since)).double()
+    ours = copy.deepcopy(eager)
+    fusedckpt.fuse(ours, recompute_elementwise=True)
+    for _ in range(4):
+        x = randn(2, T, D, dtype=torch.float64)
+        torch.testing.assert_close(gradients(ours, x), gradients(eager, x))
+        assert notes_of(ours.attention).follows_nodes
 
 
 class Usual(nn.Module):
