@@ -77,7 +77,8 @@ def saved_tensor(node: Any, name: str) -> Tensor:
 
 def saved_options(node: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return options of a call by their names, as its node has saved them."""
-    return tuple([getattr(node, "_saved_" + name) for name in names])
+    values = [getattr(node, "_saved_" + name) for name in names]
+    return tuple([_signed(value) if value.__class__ is int else value for value in values])
 
 
 def meta_of_result(node: Any, number: int) -> Any:

@@ -66,6 +66,8 @@ _ENTRY = "fusedckpt_channels"
 OF_LAYER = "fusedckpt_layer"
 # in that of a linear's result: the result of a few rows, by a weak reference, and its version
 _SMALL = "fusedckpt_small"
+# the function with a result of half its input's size
+_HALVING = "GluBackward"
 # by the class of a node, its function, and the options that it has saved: those of the call
 _FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "ReluBackward": (F.relu, ()),
@@ -83,6 +85,7 @@ _FUNCTIONS_OF_NODES: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = 
     "EluBackward": (torch.ops.aten.elu, ("alpha", "scale", "input_scale")),
     "CeluBackward": (F.celu, ("alpha",)),
     "SoftplusBackward": (F.softplus, ("beta", "threshold")),
+    _HALVING: (F.glu, ("dim",)),
     # of pools, which are as cheap
     "AvgPool2DBackward": (
         F.avg_pool2d,
@@ -423,7 +426,10 @@ class _Walk:
     def _of_one(self, node: Any, kind: type, num_functions: int) -> Made | None:
         """Return the recipe of a function of one tensor and of parameters."""
         x = self.x
-        source = self._input(node, num_functions)
+        if private_nodes.name_of_kind(kind) == _HALVING:
+            source = self._whole_input(node)
+        else:
+            source = self._input(node, num_functions)
         if source is None:
             return None
         if private_nodes.tells_norm(kind):
@@ -618,6 +624,12 @@ class _Walk:
             made.layouts[0] = entry.layout
             known.made = weakref.ref(made)
         return made if isinstance(made, Made) and made.is_current() else None
+
+    def _whole_input(self, node: Any) -> View | Leaf | None:
+        """Return how to read an input of another shape than x, which its function saves."""
+        name, _ = saved_names(node.__class__)
+        saved = self._saved(node, name, is_like=False)
+        return self._of(saved)._input(node, 0) if isinstance(saved, Tensor) else saved
 
     def _input(self, node: Any, num_functions: int) -> View | Leaf | None:
         """Return how to read the input of an activation, which may save it."""

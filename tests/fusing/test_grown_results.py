@@ -77,7 +77,7 @@ def larger(low: Tensor, scale: float, mode: str = "nearest") -> Tensor:
 
 # by name: the function of the skip, its result scaled up, and the small picture; how many of its
 # channels the next convolution reads; how many pictures are saved beside those of the norms
-GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int, float]] = {
+GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], float, float]] = {
     "cat": (lambda skip, up, low: torch.cat([skip, up], 1), 2, 1),
     "another order": (lambda skip, up, low: torch.cat([up, skip], -3), 2, 1),
     "padded": (lambda skip, up, low: torch.cat([F.pad(skip, [0] * 4), up], 1), 2, 1),
@@ -110,6 +110,8 @@ GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int, float]] 
     "sum with an expanded": (lambda skip, up, low: skip + skip[:, :1].expand_as(skip), 1, 0),
     "difference": (lambda skip, up, low: skip - skip.flatten(2).view_as(skip) / 2, 1, 0),
     "halves, gated": (halves_gated, 1, 0),
+    "halves, by a function": (lambda skip, up, low: torch.cat([F.glu(skip, 1)] * 2, -3), 1, 0),
+    "halves, by a function of all": (lambda skip, up, low: F.glu(F.silu(skip * 2), 1), 0.5, 0),
     "halves, written": (halves_written, 1, 1),
     "halves, changed": (halves_changed, 1, 1),
     "halves, their base written": (base_written, 1, 1),
@@ -127,7 +129,7 @@ class UpBlock(nn.Module):
         # code may write to a result that it does not save
         self.act = nn.GELU() if name.startswith("halves") else nn.ReLU()
         self.down, self.low_norm, self.low_act = nn.Conv2d(C, C, 2, 2), nn.BatchNorm2d(C), nn.ReLU()
-        self.up, self.last = nn.ConvTranspose2d(C, C, 2, 2), nn.Conv2d(width * C, C, 1)
+        self.up, self.last = nn.ConvTranspose2d(C, C, 2, 2), nn.Conv2d(int(width * C), C, 1)
 
     def forward(self, x):
         skip = self.act(self.norm(self.first(x)))
