@@ -576,7 +576,7 @@ class _Walk:
     def _view_of_noted(self, node: Any, number: int, num_functions: int) -> View | None:
         """Return how to read a view of a noted result, as a slice; number: of the node's results.
 
-        None for a view of another tensor, or of another shape than x.
+        None for a view of another tensor.
         """
         views = []
         while node is not None and private_nodes.is_view(node.__class__):
@@ -591,7 +591,7 @@ class _Walk:
             again = private_nodes.view_of_node(view, number)
             assert again is not None
             part = again(part)
-        if part.shape != self.x.shape or dtype is not self.x.dtype or part._base is not base:
+        if dtype is not self.x.dtype or part._base is not base:
             return None
         # of its shape, without its memory
         like = self.x.new_empty(()).expand(shape)

@@ -47,6 +47,18 @@ def one_empty(skip: Tensor, up: Tensor) -> Tensor:
     return torch.cat([skip.new_empty(0).requires_grad_(), skip, up], 1)
 
 
+def shifted(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    return skip - nn.Parameter(skip.new_full((C, 1, 1), 2.0))
+
+
+def shift_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    shift = nn.Parameter(skip.new_full((C, 1, 1), 2.0))
+    y = skip - shift
+    with torch.no_grad():
+        shift.neg_()
+    return y
+
+
 def halves_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
     first, second = skip[:, :2], skip[:, 2:]
     with torch.no_grad():
@@ -108,9 +120,13 @@ GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], float, float]
     "sum of slices": (lambda skip, up, low: skip[:, :2].repeat(1, 2, 1, 1) + skip, 1, 1),
     "sum with a transposed": (lambda skip, up, low: skip + skip.transpose(2, 3), 1, 0),
     "sum with an expanded": (lambda skip, up, low: skip + skip[:, :1].expand_as(skip), 1, 0),
+    "sum with a slice": (lambda skip, up, low: skip + skip[:, :1], 1, 0),
+    # a copy of the parameter
+    "less a parameter": (shifted, 1, 8 * C / PICTURE),
+    "less a parameter that is written": (shift_written, 1, 1),
     "difference": (lambda skip, up, low: skip - skip.flatten(2).view_as(skip) / 2, 1, 0),
     "halves, gated": (halves_gated, 1, 0),
-    "halves, by a function": (lambda skip, up, low: torch.cat([F.glu(skip, 1)] * 2, -3), 1, 0),
+    "halves, by a function": (lambda skip, up, low: torch.cat([F.glu(skip, -3)] * 2, 1), 1, 0),
     "halves, by a function of all": (lambda skip, up, low: F.glu(F.silu(skip * 2), 1), 0.5, 0),
     "halves, written": (halves_written, 1, 1),
     "halves, changed": (halves_changed, 1, 1),
