@@ -213,6 +213,14 @@ def expose(tensor: Tensor, *, is_read: bool = False) -> None:
     setattr(tensor.untyped_storage(), KNOWN, known)
 
 
+def still_tells(known: Known | None, tensor: Tensor) -> bool:
+    """Whether an entry still tells how a tensor is made again: nothing wrote or exposed that."""
+    entry = known_of(tensor)
+    while entry is not None and entry is not known:
+        entry = entry.older
+    return entry is not None
+
+
 def versions_of(*tensors: Tensor | None) -> tuple[int, ...]:
     """Return how often each tensor was written; 0 for none and for one that does not count."""
     versions = []

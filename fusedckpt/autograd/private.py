@@ -145,9 +145,12 @@ disable_current_modes: Callable[[], AbstractContextManager[Any]] = _probe(
 )
 
 
+_AS_THEY_ARE = nullcontext()
+
+
 def unseen() -> AbstractContextManager[Any]:
     """Hide ops from dispatch modes, such as those that count a segment's."""
-    return disable_current_modes() if num_dispatch_modes() else nullcontext()
+    return disable_current_modes() if num_dispatch_modes() else _AS_THEY_ARE
 
 
 # whether functions are seen by classes of tensors: not inside of one that has seen a function, as

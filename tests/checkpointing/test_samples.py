@@ -456,3 +456,19 @@ def test_random_numbers_raise_whatever_memory_holds(draw):
     y = checkpoint(lambda x: (x * draw(x)).sum(), x, debug="samples", preserve_rng_state=False)
     with garbage(), pytest.raises(CheckpointError, match="the recompute gives other values"):
         y.backward()
+
+
+def test_a_result_is_compared_once_for_all_its_readers(monkeypatch):
+    """Another result, as of a second backward, and one that was written are compared again."""
+    compared: list[Any] = []
+    monkeypatch.setattr(samples, "compare_at_end", compared.extend)
+    x = randn(2, D)
+    made = samples._MadeSamples("norm", [x], 0.0)
+    value = x.clone()
+    for _ in range(2):
+        made.see(0, value)
+    assert len(compared) == 1
+    value.mul_(2)
+    made.see(0, value)
+    made.see(0, x.clone())
+    assert [bool((pair.before == pair.now).all()) for pair in compared] == [True, False, True]
