@@ -72,6 +72,9 @@ def adds_to_grad(leaf_node: Any) -> bool:
         return False
 
 
+# the hook that unpacks a packed tensor of a node, None for one that no hooks have packed: they may
+# return another in its place. Without it recipes of attention in a module that sets hooks raise
+unpack_hook: Callable[[Any], Any] = _probe("_C._autograd.SavedTensor.unpack_hook.fget", _none)
 # whether this backward retains the graph. Without it nothing saved is written over
 keeps_graph: Callable[[], bool] = _probe("_C._autograd._get_current_graph_task_keep_graph", _true)
 # several calls of backward may be a group, of which each node runs once: not in every torch

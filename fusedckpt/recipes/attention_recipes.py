@@ -193,15 +193,13 @@ class _Recipes:
         for slot, place in self._pattern.found:
             node, packed = self._nodes[slot.node], slot.packed
             # `_saved_at`, without a call
-            data = packed.of(node).data
-            if data is None:
-                # no gradient reads it
-                continue
+            raw = packed.of(node)
+            data = raw.data
             if data.__class__ is View or data.__class__ is Leaf:
                 # attention in a module inside has saved a recipe
                 self._views[slot.place] = data
                 continue
-            if data.__class__ not in PLAIN_TENSORS:
+            if data.__class__ not in PLAIN_TENSORS or private.unpack_hook(raw):
                 raise UnknownNode
             x = packed.tensor(node)
             made = self._made[place]
@@ -305,8 +303,9 @@ def _saved_at(node: Any, packed: PackedArgument) -> View | Leaf | Tensor:
         UnknownNode: hooks of other code have it, or it was not packed in this call.
         RuntimeError: it was written.
     """
-    data = packed.of(node).data
-    if data.__class__ in PLAIN_TENSORS:
+    raw = packed.of(node)
+    data = raw.data
+    if data.__class__ in PLAIN_TENSORS and not private.unpack_hook(raw):
         return packed.tensor(node)
     if data.__class__ is View or data.__class__ is Leaf:
         return data

@@ -181,6 +181,9 @@ class NodePattern:
                 # as with other shapes
                 changed.append((place, option))
             nodes.append(node)
+        if len({*nodes}) < len(nodes):
+            # two nodes of the pattern are one here
+            return None
         if changed:
             functions = self._functions_of(nodes, dict(changed), *map(list, last))
         return Match(nodes, functions)
@@ -419,7 +422,7 @@ class _RecipeSteps:
     def with_last_reads(self) -> list[FunctionStep]:
         """Return the steps, each with the values that no later one reads."""
         num = len(self.inputs)
-        later = {num + len(self._steps) - 1}
+        later = set[int]()
         steps = []
         for function, relative in reversed(self._steps):
             arguments = [i if i >= 0 else num - 1 - i for i in relative]
