@@ -79,7 +79,7 @@ def are_all_found(call: FinishedCall, dropped: set[Any]) -> bool:
                 of_argument.add(value.packed.of(nodes[value.node]).data)
     # where a norm reads the result, that is saved if the argument is a part of it
     is_apart = None not in pattern.result.inputs
-    return is_apart and replaced <= dropped <= replaced | of_argument
+    return is_apart and dropped <= replaced | of_argument
 
 
 def save_recipes(

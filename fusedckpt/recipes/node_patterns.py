@@ -242,7 +242,7 @@ def nodes_of(call: FinishedCall) -> Iterator[Any]:
 def is_of_argument(slot: Slot, nodes: Sequence[Any], since: float) -> bool:
     """Whether the tensor in a slot is a view of one that was there before the call."""
     node, result = nodes[slot.node].next_functions[slot.number]
-    node, _ = _viewed(node, result, since)
+    node, _ = _viewed(node, result)
     return node is not None and not is_leaf(node) and not _is_since(since, node)
 
 
@@ -251,9 +251,9 @@ def _is_since(since: float, node: Any) -> bool:
     return node is not None and not is_leaf(node) and number_of(node) >= since
 
 
-def _viewed(node: Any, result: int, since: float) -> tuple[Any, int]:
+def _viewed(node: Any, result: int) -> tuple[Any, int]:
     """Return the node, and the number of its result, that another node's result is a view of."""
-    while is_view(type(node)) and _is_since(since, node):
+    while is_view(type(node)):
         ((node, result),) = node.next_functions
     return node, result
 
@@ -335,6 +335,7 @@ class _NodeWalk:
             seen.add(place)
             if is_attention(type(node)):
                 yield place
+                # calls compare no nodes before it but those of recipes
                 continue
             for number, (parent, _) in enumerate(node.next_functions):
                 if self.is_inside(parent):
@@ -372,7 +373,7 @@ class _NodeWalk:
         if slot in self.found or packed.is_result:
             return slot
         node, result = self.nodes[place].next_functions[number]
-        node, result = _viewed(node, result, self.call.since)
+        node, result = _viewed(node, result)
         if self.is_inside(node) and (result or not is_attention(type(node))):
             self._find(slot)
         return slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ class PartsInOrder(nn.Module):
 
     def forward(self, x):
         parts = self.qkv(x).unflatten(-1, (3 * H, -1)).transpose(1, 2).chunk(3, 1)
-        y = F.scaled_dot_product_attention(*[parts[i] for i in self.order])
+        y = F.scaled_dot_product_attention(*[parts[i] * 1.5 for i in self.order])
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -63,7 +64,7 @@ class OneHead(Separate):
 
     def between(self, q, k, v):
         key = k[:, :1] * 1.5
-        return q, key.expand_as(q), v * key
+        return q * key, key.expand_as(q), v
 
 
 class WritesLast(Separate):
@@ -147,6 +148,22 @@ def test_recipes_of_a_whole_and_of_its_view():
     assert_steps(eager, model, 3)
     assert follows(model)
     assert saved_bytes(model, [x]) == first
+
+
+class AttendsToAttention(Separate):
+    """Attention reads the result of attention before it."""
+
+    def between(self, q, k, v):
+        y = F.scaled_dot_product_attention(q * 1.5, k * 1.5, v * 1)
+        q = self.key(y.transpose(1, 2).flatten(2)).unflatten(-1, (H, -1)).transpose(1, 2)
+        return q * 1.25, k * 1.25, v * y
+
+
+def test_attention_behind_attention():
+    """Stays a checkpoint: the walk ends at the last one."""
+    eager, model = pair(AttendsToAttention)
+    assert_steps(eager, model)
+    assert not follows(model)
 
 
 def test_a_write_behind_all_nodes_that_begins_later():
@@ -271,7 +288,7 @@ def test_bytes_where_a_norm_reads_a_sum_with_the_argument():
     assert nbytes == nbytes[:1] * 4
 
 
-class NoQueries(Separate):
+class ReadsItsArgument(Separate):
     """Queries are views of the argument."""
 
     def between(self, q, k, v):
@@ -279,18 +296,31 @@ class NoQueries(Separate):
 
     def forward(self, x):
         self.argument = x
-        return super().forward(x)
+        y = super().forward(x)
+        self.argument = None
+        return y
 
 
-def test_inputs_that_are_views_of_the_argument():
-    eager, model = pair(NoQueries)
+class LearnedKeys(Separate):
+    """Keys are views of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys = nn.Parameter(torch.linspace(-1, 1, T * D).view(H, T, D // H))
+
+    def between(self, q, k, v):
+        return q * 1.5, self.keys.expand_as(k), v
+
+
+@pytest.mark.parametrize("kind", [ReadsItsArgument, LearnedKeys])
+def test_inputs_that_are_views_of_saved_tensors(kind):
+    eager, model = pair(kind)
     x = randn(2, T, D, dtype=torch.float64).requires_grad_()
-    nbytes = []
-    for _ in range(4):
+    first = saved_bytes(model, [x])
+    for _ in range(3):
         torch.testing.assert_close(step(model, x), step(eager, x))
-        model.attention.argument = None
-        nbytes.append(saved_bytes(model, [x]))
-    assert nbytes == nbytes[:1] * 4
+    assert follows(model)
+    assert saved_bytes(model, [x]) == first
 
 
 def test_transforms_and_forward_mode_between():
@@ -361,36 +391,42 @@ def test_hooks_of_other_code_get_as_little_as_from_a_checkpoint():
     assert follows(model)
 
 
-class HooksInside(Separate):
-    """Its code sets hooks on the tensors that a linear saves, in later calls."""
+def in_halves():
+    """Return hooks that save other values."""
+    return saved_tensors_hooks(lambda x: x.to(torch.bfloat16), lambda x: x.double())
 
-    is_hooked = False
+
+class SetsHooks(Separate):
+    """Its code sets hooks on saved tensors, in some of its calls, around one function."""
+
+    hooks_at = ""
+
+    def at(self, place):
+        return in_halves() if self.hooks_at == place else nullcontext()
 
     def between(self, q, k, v):
-        if not self.is_hooked:
-            return q * 1.5, k, v
-        with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
-            # of a parameter, which is a leaf
-            return q * 1.5, k, v @ self.eye
+        with self.at("product"):
+            return q * k, k * q, v
+
+    def forward(self, x):
+        with self.at("all"):
+            inputs = self.query(x), self.key(x), self.value(x)
+            q, k, v = self.between(*[x.unflatten(-1, (H, -1)).transpose(1, 2) for x in inputs])
+            with self.at("attention"):
+                y = F.scaled_dot_product_attention(q, k, v)
+            return self.out(y.transpose(1, 2).flatten(2))
 
 
-def test_hooks_inside_the_module():
-    class Turns(HooksInside):
-        def __init__(self):
-            super().__init__()
-            self.eye = nn.Parameter(torch.eye(D // H))
-
-        def between(self, q, k, v):
-            if self.is_hooked:
-                return super().between(q, k, v)
-            return q * 1.5, k, v @ self.eye
-
-    eager, model = pair(Turns)
+@pytest.mark.parametrize("place", ["product", "attention", "all"])
+def test_hooks_inside_the_module(place):
+    """The tensors that they have packed are theirs, and no recipe reads them."""
+    eager, model = pair(SetsHooks)
     assert_steps(eager, model, 2)
     assert follows(model)
     for each in (eager, model):
-        each.attention.is_hooked = True
+        each.attention.hooks_at = place
     assert_steps(eager, model, 2)
+    assert not follows(model)
 
 
 def test_a_view_of_a_leaf_as_the_argument():
