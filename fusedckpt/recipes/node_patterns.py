@@ -185,7 +185,11 @@ class NodePattern:
             # two nodes of the pattern are one here
             return None
         if changed:
-            functions = self._functions_of(nodes, dict(changed), *map(list, last))
+            try:
+                functions = self._functions_of(nodes, dict(changed), *map(list, last))
+            except UnknownNode:
+                # with these options the node tells none
+                return None
         return Match(nodes, functions)
 
     def _functions_of(

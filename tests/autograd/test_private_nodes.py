@@ -15,6 +15,7 @@ from fusedckpt.autograd.private_nodes import (
     is_view,
     operation_of,
     option_reader,
+    saved_by,
     view_of_node,
 )
 
@@ -44,6 +45,7 @@ CALLS = {
     "slice of rows": (lambda x: x[1:3], lambda x: x[0:2]),
     "slice with steps": (lambda x: x[:, ::2], lambda x: x[:, ::3]),
     "slice from behind": (lambda x: x[:, -2:], lambda x: x[:, -3:]),
+    "narrow": (lambda x: x.narrow(-1, 1, 2), lambda x: x.narrow(-1, 2, 2)),
     "select": (lambda x: x[:, 1], lambda x: x[:, -1]),
     "split": (lambda x: x.split(2, 1)[1], lambda x: x.split(3, 1)[1]),
     "split, the last": (lambda x: x.split(4, 2)[1], lambda x: x.split(5, 2)[1]),
@@ -130,6 +132,34 @@ def test_functions_and_options(name):
 def test_functions_that_are_not_told(name):
     y = UNTOLD[name](randn(4, 6, 6).requires_grad_() * 1)
     assert operation_of(y.grad_fn, 0) is None
+
+
+@pytest.mark.parametrize("function", [torch.add, torch.sub])
+def test_options_of_functions_that_are_not_told(function):
+    """A pattern of calls with another factor is no pattern of these."""
+    x = randn(4, 6).requires_grad_() * 1
+    once, twice = (function(x, x, alpha=alpha).grad_fn for alpha in (1, 2))
+    read = option_reader(type(once))
+    assert read(once) != read(twice)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensors[0]
+
+
+@pytest.mark.parametrize("function", [torch.sin, Squares.apply])
+def test_saved_tensors_of_a_node_that_has_run(function):
+    y = function(randn(3).requires_grad_() * 1)
+    assert [x.shape for x in saved_by(y.grad_fn)] == [(3,)]
+    y.sum().backward()
+    assert not any(isinstance(x, torch.Tensor) for x in saved_by(y.grad_fn))
 
 
 def test_views_and_attention():

@@ -457,3 +457,121 @@ def test_calls_that_are_unknown_do_not_raise(monkeypatch):
     monkeypatch.setattr(attention_recipes, "_saved_at", saved_at)
     assert_steps(eager, model, 2)
     assert not follows(model)
+
+
+class Scales(Separate):
+    """Adds a parameter with a factor, which its node has as an option."""
+
+    def __init__(self):
+        super().__init__()
+        self.position, self.alpha = nn.Parameter(torch.ones(T, D // H)), 1
+
+    def between(self, q, k, v):
+        return torch.add(q, self.position[: q.shape[2]], alpha=self.alpha), k, v
+
+
+def test_a_factor_that_comes_later():
+    eager, model = pair(Scales)
+    assert_steps(eager, model, 2)
+    assert follows(model)
+    for each in (eager, model):
+        each.attention.alpha = 2
+    assert_steps(eager, model, 2)
+    assert not follows(model)
+
+
+def test_patterns_of_several_kinds_of_calls():
+    """Four stay, the last ones first."""
+    eager, model = pair(PartsInOrder)
+    orders = (0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1), (1, 2, 0), (2, 0, 1)
+    assert_steps(eager, model, 1)
+    known = []
+    for order in (*orders[:4], *orders[:4], *orders[4:]):
+        for each in (eager, model):
+            each.attention.order = order
+        assert_steps(eager, model, 1)
+        known.append(model.attention._fusedckpt.patterns)
+    assert [len(patterns) for patterns in known] == [1, 2, 3, 4, 4, 4, 4, 4, 4, 4]
+    assert known[3] is known[7]
+    assert known[9][2:] == known[3][:2]
+
+
+class ReturnsConstants(Separate):
+    def forward(self, x):
+        return super().forward(x), torch.zeros(3, device=x.device)
+
+
+def test_results_without_a_gradient():
+    torch.manual_seed(0)
+    model = nn.Sequential(ReturnsConstants().to(DEVICE, torch.float64))
+    fuse(model)
+    for _ in range(2):
+        model(randn(2, T, D, dtype=torch.float64).requires_grad_())[0].sum().backward()
+    assert notes_of(model[0]).follows_nodes
+
+
+class ReturnsPart(Separate):
+    """Its result is a part of a linear's, or has the argument as a part."""
+
+    adds, start = False, 1
+
+    def forward(self, x):
+        y = super().forward(x)[:, self.start :]
+        return x + y if self.adds else y
+
+
+@pytest.mark.parametrize(("adds", "start"), [(False, 1), (True, 0)])
+def test_a_norm_of_a_result_that_has_no_recipe(adds, start):
+    """Nor had it one in the calls before, or it begins later."""
+    torch.manual_seed(0)
+    layers = nn.Linear(D, D), ReturnsPart(), nn.RMSNorm(D), nn.Linear(D, D)
+    eager = nn.Sequential(*layers).to(DEVICE)
+    eager[1].start = start
+    model = copy.deepcopy(eager)
+    fuse(model)
+    for number in range(4):
+        eager[1].adds = model[1].adds = adds and number > 1
+        found = []
+        for each in (eager, model):
+            each.zero_grad()
+            torch.manual_seed(number)
+            each(randn(2, T, D, dtype=torch.float32)).square().sum().backward()
+            found.append([p.grad for p in each.parameters()])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_hooks_that_bring_a_bias_for_a_call_alone():
+    """As code that shards parameters does: no recipe reads them behind it."""
+    eager, model = pair(Separate)
+    assert_steps(eager, model, 2)
+    for each in (eager, model):
+        linear = each.attention.query
+        whole = linear.bias.detach().clone()
+        linear.register_forward_pre_hook(lambda m, _x, whole=whole: setattr(m.bias, "data", whole))
+        linear.register_forward_hook(
+            lambda m, _x, _y: setattr(m.bias, "data", torch.zeros_like(m.bias.data))
+        )
+    assert_steps(eager, model, 2)
+
+
+def test_one_comparison_of_samples():
+    _, model = pair(Separate)
+    x = randn(2, T, D, dtype=torch.float64)
+    for _ in range(2):
+        step(model, x)
+    loss = model(x).square().sum()
+    with torch.profiler.profile() as events:
+        loss.backward()
+    counts = {event.key: event.count for event in events.key_averages()}
+    assert [counts.get(f"aten::{name}", 0) for name in ("cat", "eq")] == [1, 1]
+
+
+def test_bytes_of_rounded_inputs():
+    """A checkpoint rounds its argument: recipes would be made of other values."""
+    torch.manual_seed(0)
+    model = layer_of(Separate()).to(DEVICE)
+    fuse(model, store="int8")
+    x = randn(2, T, D, dtype=torch.float32).requires_grad_()
+    nbytes = [saved_bytes(model, [x]) for _ in range(3)]
+    assert nbytes == nbytes[:1] * 3
+    assert not follows(model)
