@@ -292,8 +292,8 @@ class _NodeWalk:
         self.slots: dict[tuple[int, PackedArgument], Slot] = {}
         # of slots with a recipe its place
         self.found: dict[Slot, int] = {}
-        # by the node and number of the result, and whether that is the tensor in the slot
-        self._known: dict[tuple[int, int, bool], int] = {}
+        # of recipes, by the node and the number of its result
+        self._known: dict[tuple[int, int], int] = {}
         self.result = self._recipe(None, *self.reach(-1, 0))
         self.num_for_result = len(self.edges)
         for number in range(1, len(call.results)):
@@ -351,7 +351,7 @@ class _NodeWalk:
         is_whole = self._fills(self.nodes[slot.node], slot.packed)
         while not is_whole and is_view(type(self.nodes[place])):
             place, result = self.reach(place, 0)
-        key = place, result, is_whole
+        key = place, result
         if key not in self._known:
             recipe = self._recipe(None if is_whole else (place, result), place, result)
             self._known[key] = len(self.recipes)

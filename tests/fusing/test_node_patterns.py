@@ -278,10 +278,8 @@ class AddsItsArgument(Separate):
 
 def test_bytes_where_a_norm_reads_a_sum_with_the_argument():
     torch.manual_seed(0)
-    eager = nn.Sequential(nn.Linear(D, D), AddsItsArgument(), nn.RMSNorm(D), nn.Linear(D, D)).to(
-        DEVICE
-    )
-    model = copy.deepcopy(eager)
+    layers = nn.Linear(D, D), nn.Tanh(), AddsItsArgument(), nn.LayerNorm(D), nn.Tanh()
+    model = nn.Sequential(*layers).to(DEVICE)
     fuse(model)
     x = randn(2, T, D, dtype=torch.float32).requires_grad_()
     nbytes = [saved_bytes(model, [x]) for _ in range(4)]
