@@ -40,7 +40,11 @@ from fusedckpt.layers.gated_norm import gated_rms_norm
 from fusedckpt.layers.input_copies import InputCopies
 from fusedckpt.layers.norm import LayerNorm, NormOptions, RMSNorm
 from fusedckpt.layers.notes import NO_NOTES, NOTES
-from fusedckpt.state.code_names import defining_class, writes_in_place
+from fusedckpt.state.code_names import (
+    defining_class,
+    has_functions_that_write,
+    writes_in_place,
+)
 from fusedckpt.state.holders import is_of_library
 
 EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps", "layer_norm_eps")
@@ -239,7 +243,7 @@ def normalized(
 
 
 def copying_inputs(name: str, swap: Swap, modules: Mapping[str, nn.Module]) -> Swap:
-    """Return the swap of an RMSNorm that copies inputs which the code around it writes.
+    """Return the swap of an RMSNorm that copies inputs which the code around it, or hooks, write.
 
     modules: of the model, by name.
     """
@@ -247,13 +251,16 @@ def copying_inputs(name: str, swap: Swap, modules: Mapping[str, nn.Module]) -> S
     is_rms = isinstance(match, NormMatch) and match.kind == "rms" and match.gate is None
     if not (is_rms or issubclass(swap.new_class, RMSNorm)):
         return swap
-    while name:
+    norm = around = modules[name]
+    while name and (around is norm or is_of_library(type(around))):
         name = name.rpartition(".")[0]
-        kind = type(modules[name])
-        if not is_of_library(kind):
-            if writes_in_place(kind):
-                return replace(swap, notes={**swap.notes, "input_copies": InputCopies()})
-            break
+        around = modules[name]
+    if has_functions_that_write(norm) or (
+        around is not norm
+        and not is_of_library(type(around))
+        and (writes_in_place(type(around)) or has_functions_that_write(around))
+    ):
+        return replace(swap, notes={**swap.notes, "input_copies": InputCopies()})
     return swap
 
 

@@ -174,15 +174,34 @@ def write_tensors(names: Collection[str]) -> bool:
 @cache
 def writes_in_place(kind: type) -> bool:
     """Whether the code of a class's forward may write to tensors, by `x += y` too."""
-    for fn in functions_reached(kind, "forward"):
-        if write_tensors({*names_in(fn.__code__)}):
+    return any(map(_writes, functions_reached(kind, "forward")))
+
+
+def has_functions_that_write(module: Any) -> bool:
+    """Whether functions in attributes of a module, or its hooks, may write to tensors."""
+    hooks = module._forward_pre_hooks, module._forward_hooks
+    for value in (*vars(module).values(), *(hook for each in hooks for hook in each.values())):
+        fn = getattr(value, "__func__", value)
+        # our own observers write no tensor of the model
+        is_known = isinstance(fn, FunctionType) and not _is_ours(fn)
+        if is_known and any(map(_writes, functions_from(fn))):
             return True
-        for code in codes_in(fn.__code__):
-            for instruction in dis.get_instructions(code):
-                # before Python 3.11 each is an operation of its own
-                is_binary = instruction.opname == "BINARY_OP" and instruction.argrepr[-1] == "="
-                if is_binary or instruction.opname.startswith("INPLACE_"):
-                    return True
+    return False
+
+
+def _is_ours(fn: FunctionType) -> bool:
+    return (fn.__module__ or "").partition(".")[0] == "fusedckpt"
+
+
+def _writes(fn: FunctionType) -> bool:
+    if write_tensors({*names_in(fn.__code__)}):
+        return True
+    for code in codes_in(fn.__code__):
+        for instruction in dis.get_instructions(code):
+            # before Python 3.11 each is an operation of its own
+            is_binary = instruction.opname == "BINARY_OP" and instruction.argrepr[-1] == "="
+            if is_binary or instruction.opname.startswith("INPLACE_"):
+                return True
     return False
 
 

@@ -380,6 +380,42 @@ def test_inputs_in_half_precision_may_be_written_after_the_norm(make):
         assert max(errors) < 0.03
 
 
+@torch.no_grad()
+def write(*args):
+    """Write the first tensor of a call's arguments, as a hook or a function does."""
+    x = args[-1][0] if isinstance(args[-1], tuple) else args[-1]
+    x.mul_(1.5)
+
+
+class ByFunction(InPlace):
+    """A block with a function in an attribute, which writes its input."""
+
+    def forward(self, x):
+        y = self.linear(self.norm(x))
+        if callable(self.writes):
+            self.writes(x)
+        return x + y
+
+
+@pytest.mark.parametrize("is_hook", [False, True])
+def test_inputs_in_half_precision_may_be_written_by_functions_and_hooks(is_hook):
+    blocks = [ByFunction(nn.RMSNorm(D), None if is_hook else write) for _ in range(2)]
+    eager = nn.Sequential(nn.Linear(D, D), *blocks).to(DEVICE, torch.bfloat16)
+    model = copy.deepcopy(eager)
+    for net in (eager, model):
+        for block in net[1:] if is_hook else ():
+            block.norm.register_forward_hook(lambda _module, args, _y: write(args))
+    fuse(model)
+    for _ in range(6):
+        x = randn(5, D, dtype=torch.bfloat16)
+        grads = []
+        for net in (eager, model):
+            y = net(x)
+            grads.append(torch.autograd.grad(y.float().square().sum(), [*net.parameters()]))
+        errors = [(a - b).norm() / b.norm() for a, b in zip(*grads, strict=True)]
+        assert max(errors) < 0.03
+
+
 def test_inputs_that_no_code_writes_are_copied_in_the_first_calls_alone():
     model = nn.Sequential(nn.Linear(D, D), InPlace(nn.RMSNorm(D), writes=False))
     model = model.to(DEVICE, torch.bfloat16)
