@@ -546,7 +546,7 @@ class _Walk:
             made = self._noted(node, entry, num_functions)
             return None if made is None else _whole(made)
         if private_nodes.is_view(node.__class__):
-            return self._view_of_noted(node, number, num_functions)
+            return self._view_of_part(node, number, num_functions)
         if not tells_function(node.__class__):
             save_input_in_code(node, self.count, self._compared)
             return None
@@ -573,30 +573,41 @@ class _Walk:
             self._unseen.add(made)
         return view
 
-    def _view_of_noted(self, node: Any, number: int, num_functions: int) -> View | None:
-        """Return how to read a view of a noted result, as a slice; number: of the node's results.
-
-        None for a view of another tensor.
-        """
+    def _view_of_part(self, node: Any, number: int, num_functions: int) -> View | None:
+        """Return how to read a view of a result, as a slice; number: of the node's results."""
         views = []
         while node is not None and private_nodes.is_view(node.__class__):
             views.append((node, number))
             node, number = node.next_functions[0]
-        entry: Entry | None = None if node is None else node.metadata.get(_ENTRY)
-        if entry is None:
+        if node is None or not (_ENTRY in node.metadata or tells_function(node.__class__)):
             return None
-        shape, stride, dtype = entry.layout
-        part = base = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        whole = self._base(node, number, num_functions)
+        if whole is None or not isinstance(whole.source, Made):
+            return None
+        part = base = torch.empty_strided(*whole.source.layouts[0][:2], device="meta")
         for view, number in reversed(views):
             again = private_nodes.view_of_node(view, number)
             assert again is not None
             part = again(part)
-        if dtype is not self.x.dtype or part._base is not base:
+        return view_in(whole.source, part) if part._base is base else None
+
+    def _base(self, node: Any, number: int, num_functions: int) -> View | Leaf | None:
+        """Return how to read the result of which others are views, None where no node tells it."""
+        entry: Entry | None = node.metadata.get(_ENTRY)
+        if entry is not None:
+            shape, _, dtype = entry.layout
+            if dtype is not self.x.dtype:
+                return None
+            # of its shape, without its memory
+            like = self.x.new_empty(()).expand(shape)
+            made = self._of(like)._noted(node, entry, num_functions)
+            return None if made is None else _whole(made)
+        meta = private_nodes.meta_of_result(node, number)
+        if meta is None or meta.dtype is not self.x.dtype or len(meta.shape) != self.x.dim():
             return None
-        # of its shape, without its memory
-        like = self.x.new_empty(()).expand(shape)
-        made = self._of(like)._noted(node, entry, num_functions)
-        return None if made is None or made in self._unseen else view_in(made, part)
+        # its strides do not matter where its values are made again; it has no memory to copy
+        like = GrownPart(node, number, torch.Size(meta.shape), None).layout_in(self.x)
+        return self._of(like)._part(node, number, num_functions + 1)
 
     def _noted(self, node: Any, entry: Entry, num_functions: int) -> Made | None:
         """Return the recipe of a noted result, None where it was written before, or has none."""
@@ -649,8 +660,11 @@ class _Walk:
         if not isinstance(view, View) or view.stride != saved.stride():
             return CountedLeaf(saved)
         source = view.source
-        if isinstance(source, Made) and source in self._unseen and not self.makes(source, saved):
-            return CountedLeaf(saved)
+        if isinstance(source, Made) and source in self._unseen:
+            is_part = (view.size, view.stride) != source.layouts[view.place][:2]
+            # of a part no values are compared
+            if is_part or not self.makes(source, saved):
+                return CountedLeaf(saved)
         if view.check is None:
             view.check = check_of(source, saved)
         self._save(raw, view)

@@ -59,6 +59,19 @@ def shift_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
     return y
 
 
+def halves_of_function(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    first, second = F.gelu(skip).chunk(2, 1)
+    return torch.cat([second, first, first * second], 1)
+
+
+def halves_of_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
+    y = F.gelu(skip)
+    with torch.no_grad():
+        y.mul_(2)
+    first, second = y.chunk(2, 1)
+    return torch.cat([second, first, first * 2], 1)
+
+
 def halves_written(skip: Tensor, up: Tensor, _: Tensor) -> Tensor:
     first, second = skip[:, :2], skip[:, 2:]
     with torch.no_grad():
@@ -126,6 +139,13 @@ GROWN: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], float, float]
     "less a parameter that is written": (shift_written, 1, 1),
     "difference": (lambda skip, up, low: skip - skip.flatten(2).view_as(skip) / 2, 1, 0),
     "halves, gated": (halves_gated, 1, 0),
+    "halves of a function": (halves_of_function, 1.5, 1),
+    "halves of a function, written": (halves_of_written, 1.5, 1.5),
+    "part of a concatenation": (
+        lambda skip, up, low: F.relu(torch.cat([skip, up], 1)[:, :C]),
+        1,
+        1,
+    ),
     "halves, by a function": (lambda skip, up, low: torch.cat([F.glu(skip, -3)] * 2, 1), 1, 0),
     "halves, by a function of all": (lambda skip, up, low: F.glu(F.silu(skip * 2), 1), 0.5, 0),
     "halves, written": (halves_written, 1, 1),

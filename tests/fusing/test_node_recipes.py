@@ -186,6 +186,8 @@ READ_IN_CODE: dict[str, tuple[Any, float]] = {
     "convolution of a function": (read_by(convolved, relu), 1),
     "convolution, written": (read_by(convolved, written_first), 2),
     "residual": (read_by(residual), 1),
+    # the concatenation, and the convolution's input, too
+    "max pool of a part": (lambda h, w: pooled(torch.cat([convolved(h, w), h], 1)[:, :D], w), 3.5),
     # a repeated part has no recipe
     "convolution of a part": (lambda h, w: convolved(h[:, :2].repeat(1, 2, 1, 1), w), 2),
 }
