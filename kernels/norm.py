@@ -20,9 +20,12 @@ from .long_norm_kernels import split_norm_grad_kernel, wide_grad_kernel, wide_st
 from .norm_kernels import NormGrad, NormOperands, norm_grad_kernel, norm_kernel, wide_norm_kernel
 from .partials import sum_partials
 from .runtime import arch, cdiv, next_power_of_2
+from .warp_norm_kernels import warp_norm_grad_kernel
 
 MAX_BLOCK = 16384
 MAX_GRAD_BLOCK = 8192
+# columns of rows whose gradient has a warp for each row
+WARP_COLUMNS = 768
 # a wide row's chunk, and the tile of its gradients
 CHUNK = 4096
 WIDE_TILE = {"BLOCK_M": 32, "BLOCK_N": 128, "num_warps": 8}
@@ -236,7 +239,11 @@ def norm_grad(
     units = num_multiprocessors(x.device)
     column_bytes = bytes_per_column(dy, dtotal, x)
     how: Mapping[str, Any] = {}
-    if fits:
+    is_warps = n == WARP_COLUMNS and fits_warps(dy, dtotal, x)
+    if is_warps:
+        how = warp_rows_for(column_bytes, arch())
+        programs = programs_for(m, how["BLOCK_M"], 1, units)
+    elif fits:
         chip = units, shared_per_multiprocessor(x.device), arch()
         # a thread has 16 bytes of a row at a time, half its share or all
         has_halves = share == 16 or dy.element_size() == x.element_size()
@@ -257,12 +264,35 @@ def norm_grad(
     t = NormGrad(dy, dtotal, operand, weight, dx, dw, db, *strides)
     numbers = m, n, rule.eps, rule.offset
     if fits:
-        norm_grad_kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
+        kernel = warp_norm_grad_kernel if is_warps else norm_grad_kernel
+        kernel[(programs,)](t, *numbers, **rule.constexprs, **how)
     elif parts:
         launch_split(t, numbers, rule, parts, programs)
     else:
         launch_wide(t, numbers, rule, stages_for(column_bytes, arch()), programs)
     return dx, *sum_partials(dw, db, sums_dtype or torch.float32)
+
+
+def fits_warps(dy: Tensor, dtotal: Tensor | None, x: Tensor | PackedRows) -> bool:
+    """Whether warp_norm_grad takes rows of WARP_COLUMNS: in half precision, of whole vectors."""
+    rows = [t for t in (dy, dtotal, x) if isinstance(t, Tensor)]
+    return (
+        x.element_size() == 2
+        and all(t.element_size() == 2 for t in rows)
+        and all(t.stride(0) % 16 == 0 and t.data_ptr() % 16 == 0 for t in rows)
+        # elsewhere kernels have other registers
+        and arch().startswith(("sm_", "interpreter"))
+    )
+
+
+@lru_cache
+def warp_rows_for(column_bytes: int, target: str) -> dict[str, int]:
+    """Return warp_norm_grad's tile: a row for each of eight warps, with up to 255 registers."""
+    how = {"BLOCK_M": 8, "BLOCK_N": WARP_COLUMNS // 3, "PARTS": 3, "num_warps": 8}
+    how["STAGES"] = stages_for(column_bytes, target)
+    if target.startswith("sm_"):
+        how["maxnreg"] = 255
+    return how
 
 
 def row_parts(

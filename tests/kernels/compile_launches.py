@@ -134,6 +134,7 @@ def packed_norm_grads() -> None:
     for dtype, n, rules in (
         (torch.bfloat16, 4096, (LLAMA, LAYER)),
         (torch.bfloat16, 8192, (LAYER,)),
+        (torch.bfloat16, 768, (LLAMA, LAYER)),
         (torch.float32, 4096, (rms, LAYER)),
     ):
         x, w, rows = meta(8192, n, dtype=dtype), meta(n, dtype=dtype), packed(8192, n, dtype)
@@ -172,7 +173,7 @@ def routes(
 
 def near_limits() -> None:
     """The launches that take almost all the registers that they may."""
-    for n in (128, 768, 2048, 4096, 8192, 16384, 32768):
+    for n in (128, 768, 1024, 2048, 4096, 8192, 16384, 32768):
         norm_grads(n)
     for n in (128, 4096, 8192, 16384):
         rare_norm_grads(n)
@@ -245,7 +246,7 @@ def everything() -> None:
     linears("gelu", dtype=torch.float32, sizes=(431, 333, 1001))
     hybrids("gelu", gated=True, dtype=torch.float32)
     grouped(dtype=torch.float32)
-    for n in (768, 2048):
+    for n in (768, 1024, 2048):
         norms(n)
     for n in (128, 4096, 8192, 16384, 32768):
         norms(n)

@@ -14,7 +14,7 @@ import fusedckpt
 from fusedckpt import functional, reference
 from fusedckpt.functional import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from fusedckpt.kernels import norm_aten
-from fusedckpt.kernels.norm import MAX_BLOCK, MAX_GRAD_BLOCK, NormRule
+from fusedckpt.kernels.norm import MAX_BLOCK, MAX_GRAD_BLOCK, WARP_COLUMNS, NormRule
 from fusedckpt.kernels.runtime import HAS_TRITON
 
 M, N = 12, 20
@@ -66,6 +66,39 @@ def test_long_rows(function, shape):
     splits = (is_half or function != "layer_norm") and n % 16 == 0 and fits < n <= MAX_BLOCK
     assert ("split_norm_grad_kernel" in count) == splits
     assert ("wide_grad_kernel" in count) == (n > fits and not splits)
+
+
+@needs_triton
+@pytest.mark.parametrize("function", ["rms_norm", "layer_norm"])
+@pytest.mark.parametrize(
+    ("dtype", "columns", "takes_warps"),
+    [
+        (torch.bfloat16, WARP_COLUMNS, True),
+        (torch.float16, WARP_COLUMNS + 16, True),
+        # rows begin within a vector, or are of other widths
+        (torch.bfloat16, WARP_COLUMNS + 2, False),
+        (torch.float32, WARP_COLUMNS, False),
+    ],
+    ids=str,
+)
+def test_rows_that_a_warp_has_each(function, dtype, columns, takes_warps):
+    n = WARP_COLUMNS
+
+    def inputs():
+        wide = randn(19, columns, dtype=dtype).detach()
+        # of equal numbers LayerNorm divides by the root of eps
+        wide[3] = 3.140625
+        vectors = [randn(n, dtype=dtype) for _ in range(1 + (function == "layer_norm"))]
+        return [wide[:, :n].requires_grad_(), *vectors]
+
+    with launches() as count:
+        compare(
+            lambda x, *vectors: getattr(functional, function)(x, n, *vectors, eps=1e-5),
+            lambda x, *vectors: getattr(F, function)(x, (n,), *vectors, eps=1e-5),
+            inputs,
+        )
+    assert ("warp_norm_grad_kernel" in count) == takes_warps
+    assert ("norm_grad_kernel" in count) != takes_warps
 
 
 @needs_triton

@@ -272,8 +272,8 @@ def element_cases() -> list[KernelCase]:
 def norm_cases() -> list[KernelCase]:
     """Return the cases of norms: rows that fit in registers, and wide ones, in column chunks."""
     sizes = [
-        *((33, 32), (70, 64), (40, 128), (5, 768), (5, 2048), (3, 4096)),
-        *((2, 8192), (2, 16384), (2, 16400)),
+        *((33, 32), (70, 64), (40, 128), (5, 768), (5, 1024), (5, 2048)),
+        *((3, 4096), (2, 8192), (2, 16384), (2, 16400)),
     ]
     return [
         *(
@@ -296,6 +296,9 @@ def norm_cases() -> list[KernelCase]:
             for m, n in ((40, 128), (3, 4096), (2, 16400))
         ),
         named(normed, "rms", "bf16", 19, 301, cast="llama"),
+        # rows of which a warp has one each, in three turns
+        *(named(normed, kind, "bf16", 19, 768, cast="llama") for kind in ("rms", "layer")),
+        named(normed, "layer", "f16", 19, 768, residual="f16"),
         # rows of parts, and of a width that fits none
         named(normed, "rms", "bf16", 3, 12288, cast="llama"),
         named(normed, "rms", "f32", 2, 12288),
@@ -307,6 +310,8 @@ def norm_cases() -> list[KernelCase]:
         *(
             named(packed_normed, *row)
             for row in (
+                ("rms", "bf16", 19, 768, "llama"),
+                ("layer", "bf16", 19, 768),
                 ("rms", "bf16", 70, 64, "llama"),
                 ("rms", "bf16", 3, 4096, "llama"),
                 ("rms", "f32", 3, 4080),

@@ -74,6 +74,14 @@ def split_norm_grad() -> list[Tensor]:
     return [dx, dw, db]
 
 
+def warp_norm_grad() -> list[Tensor]:
+    """Launch the gradient of rows of which a warp has one each, in four turns."""
+    m, n = 27, norm.WARP_COLUMNS
+    x, w, dy = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((m, n), (n,), (m, n)))
+    rule = norm.NormRule("layer", 1e-6)
+    return [t for t in norm.norm_grad(dy, dy, x, w, rule, (True, True, True)) if t is not None]
+
+
 def gated_norm_grad() -> list[Tensor]:
     """Launch the gradient of a norm with a gate: rows are read again while others load."""
     m, n = 70, 208
@@ -97,6 +105,7 @@ KERNELS: dict[str, tuple[Callable[[], list[Tensor]], str]] = {
     "unaligned": (unaligned, "gemm_kernel"),
     "norm_grad": (norm_grad, "norm_grad_kernel"),
     "split_norm_grad": (split_norm_grad, "split_norm_grad_kernel"),
+    "warp_norm_grad": (warp_norm_grad, "warp_norm_grad_kernel"),
     "gated_norm_grad": (gated_norm_grad, "gated_norm_grad_kernel"),
     "statistics": (statistics, "cross_entropy_kernel"),
 }

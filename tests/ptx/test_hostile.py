@@ -31,6 +31,7 @@ HARMLESS = {
     ("sm_90", "unaligned"): set(),
     ("sm_90", "norm_grad"): {0, 2, 8, 9},
     ("sm_80", "split_norm_grad"): {1, 7, 8, 9},
+    ("sm_90", "warp_norm_grad"): {0, 2, 3, 4},
     ("sm_90", "gated_norm_grad"): {1, 2, 3},
     ("sm_80", "statistics"): set(),
 }
