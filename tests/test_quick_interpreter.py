@@ -61,7 +61,9 @@ def test_bits():
     )
     tests = Path(__file__).parent
     path = os.pathsep.join([str(tests), str(Path(fusedckpt.__file__).parents[1])])
-    environment = {**os.environ, "PYTHONPATH": path}
+    # a sum's order is also that of the threads
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {**os.environ, **threads, "PYTHONPATH": path}
     plain = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )

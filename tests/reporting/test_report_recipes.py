@@ -74,7 +74,7 @@ def test_a_model_without_recipes_has_no_such_table():
 
 
 def test_reports_say_what_recipes_would_save():
-    model, x = ConvNet(1), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
+    model, x = ConvNet(2), torch.randn(ROWS, C, SIDE, SIDE, requires_grad=True)
     expected = fusedckpt.report(*_fused_with_recipes(model, x)).saved_bytes
     found = fusedckpt.fuse(model, example_inputs=x)
     (note,) = (note for note in found.notes if "recompute_elementwise" in note)
