@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedckpt.autograd import dispatch, index, levels, next_call, phases, private, tracker
-from fusedckpt.autograd.recipes import Count, Leaf, Made
+from fusedckpt.autograd.recipes import Count, Leaf, Made, View
 from fusedckpt.autograd.storages import storage_of
 from fusedckpt.checkpointing.attention import NAME
 from fusedckpt.checkpointing.call_state import is_flat, modules_in
@@ -92,7 +92,13 @@ class Recomputed(Swapped):
             # neither checkpoints nor nodes need the mode, which would see each function
             forward = partial(recipe_mode.exposing, original)
         if self._fusedckpt.follows_nodes and self._may_follow_nodes(modules):
-            run = partial(self._saving_recipes, forward, x, args, kwargs, in_mode)
+            # hooks that count are still there, and told of it
+            view = (
+                tracker.outside_mode(shared_layers.recipe_of, x, self)
+                if in_mode
+                else shared_layers.recipe_of(x, self)
+            )
+            run = partial(self._saving_recipes, forward, x, args, kwargs, view, in_mode)
             run = partial(phases.with_own_hooks, run, partial(original, *args, **kwargs))
             return tracker.outside_mode(run) if in_mode else run()
         obstacle = repeat_obstacle(modules, values)
@@ -136,15 +142,15 @@ class Recomputed(Swapped):
         x: Tensor,
         args: Any,
         kwargs: Any,
+        view: View | None,
         in_mode: bool,
         count: Count,
     ) -> Any:
         """Run the forward once: attention saves recipes of its inputs.
 
-        Where one is not found, later calls run in a checkpoint again. in_mode: whether a mode of
-        recipes is around.
+        Where one is not found, later calls run in a checkpoint again. view: how to read x, None
+        where nodes save it; in_mode: whether a mode of recipes is around.
         """
-        view = shared_layers.recipe_of(x, self)
         known = index.known_of(x) if in_mode else None
         since = private.num_nodes()
         # linears that look for the recipe of x themselves take longer

@@ -135,6 +135,33 @@ def test_gradients_and_bytes(kind):
     assert saved_bytes(model, [x]) == first
 
 
+class ModulatedAttention(nn.Module):
+    """As a block of DiT: functions of code scale and shift a norm before attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(D, elementwise_affine=False), Separate()
+        self.vectors = nn.Linear(D, 2 * D)
+
+    def forward(self, x):
+        scale, shift = self.vectors(x[:, :1]).chunk(2, -1)
+        return x + self.attention(self.norm(x) * (1 + scale) + shift)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute_elementwise": True}], ids=str)
+def test_bytes_behind_functions_of_code(options):
+    """Hooks that count are told of the recipe of attention's argument, as with a checkpoint."""
+    torch.manual_seed(0)
+    model = ModulatedAttention().to(DEVICE)
+    fuse(model, **options)
+    other = copy.deepcopy(model)
+    set_notes(other.attention, follows_nodes=False)
+    x = randn(2, T, D).requires_grad_()
+    nbytes = [[saved_bytes(each, [x]) for _ in range(3)] for each in (model, other)]
+    assert follows(model)
+    assert nbytes[0] == nbytes[1]
+
+
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_autocast(is_inside):
     """Copies of weights are made again; a backward inside casts nothing that nodes have not."""
