@@ -79,18 +79,17 @@ class Recomputed(Swapped):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original forward, in a checkpoint where that saves less."""
-        original = forward = super(Swapped, self).forward
+        forward = super(Swapped, self).forward
         x: Any = args[0] if args else kwargs.get(next(iter(self._fusedckpt_names), ""))
         if self._runs_unchanged(x):
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         values = *args, *kwargs.values()
         if not (getattr(x, "requires_grad", False) or needs_gradient(self, tensors_among(values))):
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         modules = modules_in(self, values)
         in_mode = private.num_function_modes() > 0 and tracker.sees_alone()
-        if in_mode:
-            # neither checkpoints nor nodes need the mode, which would see each function
-            forward = partial(recipe_mode.exposing, original)
+        # neither checkpoints nor nodes need the mode, which would see each function
+        watched = partial(recipe_mode.exposing, forward) if in_mode else forward
         if self._fusedckpt.follows_nodes and self._may_follow_nodes(modules):
             # hooks that count are still there, and told of it
             view = (
@@ -98,8 +97,8 @@ class Recomputed(Swapped):
                 if in_mode
                 else shared_layers.recipe_of(x, self)
             )
-            run = partial(self._saving_recipes, forward, x, args, kwargs, view, in_mode)
-            run = partial(phases.with_own_hooks, run, partial(original, *args, **kwargs))
+            run = partial(self._saving_recipes, watched, x, args, kwargs, view, in_mode)
+            run = partial(phases.with_own_hooks, run, partial(watched, *args, **kwargs))
             return tracker.outside_mode(run) if in_mode else run()
         obstacle = repeat_obstacle(modules, values)
         little_gain: _LittleGain | None = self._fusedckpt.little_gain
@@ -109,13 +108,13 @@ class Recomputed(Swapped):
             obstacle = NotFused(little_gain.key) if is_alike else None
         if obstacle is not None:
             fallbacks.note_fallback(self, obstacle)
-            return original(*args, **kwargs)
+            return forward(*args, **kwargs)
         is_mlp = self._fusedckpt.match is not None
         # torch.compile cannot ask
         since = 0 if is_mlp else private.num_nodes()
         y = recomputed_call(
             modules,
-            forward,
+            watched,
             x,
             values,
             tuple(kwargs),

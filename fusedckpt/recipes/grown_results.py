@@ -36,9 +36,11 @@ _UPSAMPLINGS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 class GrownPart(NamedTuple):
     """A part of a result."""
 
-    # the node that made it, and the number of that among the node's results
+    # the node that made it
     node: Any
+    # the number of that among the node's results
     number: int
+    # of the part
     shape: Sequence[int]
     # returns it as a view of the result, None where the result has other values
     view: Callable[[Tensor], Tensor] | None

@@ -127,6 +127,13 @@ def gradients(model: nn.Module, *inputs: torch.Tensor) -> list[Any]:
     return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def assert_like(ours: nn.Module, eager: nn.Module, *inputs: torch.Tensor) -> None:
+    """Compare the gradients of two calls."""
+    for _ in range(2):
+        for a, b in zip(gradients(ours, *inputs), gradients(eager, *inputs), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", MODULATED)
 def test_modulated_norms(name):
     modulate, num_rows, num_vectors = MODULATED[name]
@@ -137,9 +144,7 @@ def test_modulated_norms(name):
     fusedckpt.fuse(ours)
     x = torch.randn(N, T, D, device=DEVICE, dtype=torch.float64, requires_grad=True)
     c = torch.randn(N, D, device=DEVICE, dtype=torch.float64)
-    for _ in range(2):
-        for a, b in zip(gradients(ours, x, c), gradients(eager, x, c), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert_like(ours, eager, x, c)
     assert saved_bytes(ours, [x, c]) == num_rows * ROWS + num_vectors * VECTOR
 
 
@@ -219,9 +224,7 @@ def test_functions_that_read_channels_in_code(name, is_last):
     ours = copy.deepcopy(eager)
     fusedckpt.fuse(ours)
     x = torch.randn(N, D, SIDE, SIDE, device=DEVICE, dtype=torch.float64, requires_grad=True)
-    for _ in range(2):
-        for a, b in zip(gradients(ours, x), gradients(eager, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert_like(ours, eager, x)
     # the inputs of both functions before, and the vectors of norms
     saved = (3 + num_pictures) * PICTURE + 8 * 8 * D
     assert saved_bytes(ours, [x]) == saved
@@ -234,9 +237,7 @@ def test_convolutions_with_a_forward_of_their_own():
     ours = copy.deepcopy(eager)
     fusedckpt.fuse(ours)
     x = torch.randn(N, D, SIDE, SIDE, device=DEVICE, dtype=torch.float64, requires_grad=True)
-    for _ in range(2):
-        for a, b in zip(gradients(ours, x), gradients(eager, x), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+    assert_like(ours, eager, x)
     # all but the ReLU's result
     assert saved_bytes(eager, [x]) - saved_bytes(ours, [x]) == PICTURE
 
