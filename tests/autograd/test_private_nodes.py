@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from support import DEVICE, randn
 
+from fusedckpt.autograd import private_nodes
 from fusedckpt.autograd.private_nodes import (
     ATTENTION_INPUTS,
     is_attention,
@@ -177,3 +178,16 @@ def test_views_and_attention():
     torch.testing.assert_close(key, query * 2)
     torch.testing.assert_close(value, query * 3)
     assert DEVICE.type == "cuda" or torch.equal(operation_of(node, 0).function(y), y)
+
+
+def test_eps_of_a_group_norm_whose_node_lacks_it(monkeypatch):
+    """Its layer tells the node; a node of another function is told nothing."""
+    monkeypatch.setattr(private_nodes, "LACKS_EPS", True)
+    x = randn(2, 6, 4).requires_grad_()
+    norm, silu = F.group_norm(x, 2).grad_fn, F.silu(x).grad_fn
+    assert private_nodes.options_of_norm(norm) == (2, None, True, None)
+    layer = torch.nn.GroupNorm(2, 6, eps=0.25)
+    for node in (norm, silu):
+        private_nodes.tell_eps(node, layer)
+    assert private_nodes.options_of_norm(norm) == (2, 0.25, True, None)
+    assert not silu.metadata

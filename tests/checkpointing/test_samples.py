@@ -103,6 +103,34 @@ def test_other_indices_raise():
         y.sum().backward()
 
 
+class SavesConstants(torch.autograd.Function):
+    """Saves two tensors that require no grad; its result depends on none of them."""
+
+    @staticmethod
+    def forward(ctx, x, *constants):
+        ctx.save_for_backward(*constants)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, *grads):
+        first, second = ctx.saved_tensors
+        return grads[0] * first * second, None, None
+
+
+def test_constants_of_one_operation_are_all_compared():
+    """As keys and values of frozen weights, which have one shape; none is noise."""
+    kept = [0.5]
+
+    def fn(x):
+        constant = x.detach()
+        return SavesConstants.apply(x, constant * kept[0], constant + 1)
+
+    y = checkpoint(fn, randn(40, D).requires_grad_(), debug="samples").sum()
+    kept[0] = 0.6
+    with pytest.raises(CheckpointError, match="other values"):
+        y.backward()
+
+
 def test_a_mask_is_no_noise_of_the_next_operation():
     """rrelu saves its noise, which it has yet to draw, and then a tensor like it."""
     kept = [0.5]
@@ -468,7 +496,11 @@ def test_a_result_is_compared_once_for_all_its_readers(monkeypatch):
     for _ in range(2):
         made.see(0, value)
     assert len(compared) == 1
+    other = x + 1
+    assert other._version == value._version
+    made.see(0, other)
     value.mul_(2)
     made.see(0, value)
     made.see(0, x.clone())
-    assert [bool((pair.before == pair.now).all()) for pair in compared] == [True, False, True]
+    are_same = [bool((pair.before == pair.now).all()) for pair in compared]
+    assert are_same == [True, False, False, True]

@@ -13,11 +13,13 @@ from support import DEVICE, gemms, randn, saved_bytes
 from test_attention import D, H, NormedAttention, OfTorch, OwnAttention, T, layer_of
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 from zoo import LoraLinear
 
 import fusedckpt
 from fusedckpt import fuse
+from fusedckpt.layers.fallbacks import take_fallback
 from fusedckpt.layers.notes import notes_of, set_notes
 
 
@@ -148,6 +150,7 @@ class ModulatedAttention(nn.Module):
         return x + self.attention(self.norm(x) * (1 + scale) + shift)
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("options", [{}, {"recompute_elementwise": True}], ids=str)
 def test_bytes_behind_functions_of_code(options):
     """Hooks that count are told of the recipe of attention's argument, as with a checkpoint."""
@@ -160,6 +163,21 @@ def test_bytes_behind_functions_of_code(options):
     nbytes = [[saved_bytes(each, [x]) for _ in range(3)] for each in (model, other)]
     assert follows(model)
     assert nbytes[0] == nbytes[1]
+
+
+class ModeOfOthers(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_function_modes_of_other_code():
+    """Backward may run outside of them: the module saves what eager does, and is named."""
+    eager, model = pair(Separate)
+    assert_steps(eager, model)
+    with ModeOfOthers():
+        assert_steps(eager, model)
+    assert take_fallback(model.attention).key == "mode"
+    assert follows(model)
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
