@@ -290,6 +290,48 @@ def thread_sums(tile, LANES: tl.constexpr):
     return tl.sum(tl.reshape(tile, (LANES, tile.shape[1] // LANES)), 1)
 
 
+@triton.jit
+def gated_totals(
+    t,
+    rm,
+    first,
+    m,
+    n,
+    blocks,
+    weights,
+    offset,
+    ACTIVATION: tl.constexpr,
+    GATES_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LANES: tl.constexpr,
+    HOLDS: tl.constexpr,
+):
+    """Return the sums over rows of their squares, and of their products with dxhat."""
+    if LANES:
+        squares = tl.zeros((LANES,), tl.float32)
+    else:
+        squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    products = squares
+    for index in tl.static_range(len(blocks)):
+        at, mask = places_of(rm, blocks[index], first, m, n)
+        x, gate, dy = read_tiles(t, rm, at, mask, "")
+        weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
+        _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
+        if LANES:
+            squares += thread_sums(row * row, LANES)
+            products += thread_sums(row * dxhat, LANES)
+        else:
+            squares += row * row
+            products += row * dxhat
+    if LANES:
+        # numbers, as a tile would have another layout than those of rows
+        square, product, _ = sums_over(squares, products, None, 0)
+    else:
+        square, product, _ = row_sums(squares, products, None)
+    return square, product
+
+
 @jit_kernel
 def gated_norm_grad_kernel(
     t,
@@ -326,27 +368,10 @@ def gated_norm_grad_kernel(
     tiles = tl.cdiv(m, BLOCK_M)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
         rm = tile * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)[:, None]
-        if LANES:
-            squares = tl.zeros((LANES,), tl.float32)
-        else:
-            squares = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        products = squares
-        for index in tl.static_range(len(blocks)):
-            at, mask = places_of(rm, blocks[index], first, m, n)
-            x, gate, dy = read_tiles(t, rm, at, mask, "")
-            weight = None if t.weight is None else as_loaded(weights[index], HOLDS)
-            _, row, _, dxhat = gated_rows(t, x, gate, dy, weight, offset, ACTIVATION, GATES_FIRST)
-            if LANES:
-                squares += thread_sums(row * row, LANES)
-                products += thread_sums(row * dxhat, LANES)
-            else:
-                squares += row * row
-                products += row * dxhat
-        if LANES:
-            # numbers, as a tile would have another layout than those of rows
-            square, product, _ = sums_over(squares, products, None, 0)
-        else:
-            square, product, _ = row_sums(squares, products, None)
+        square, product = gated_totals(
+            *(t, rm, first, m, n, blocks, weights, offset),
+            *(ACTIVATION, GATES_FIRST, BLOCK_M, BLOCK_N, LANES, HOLDS),
+        )
         rstd = inverse_std(square * per_row, eps, rm < m)
         share = product * per_row * rstd
         added = ()
