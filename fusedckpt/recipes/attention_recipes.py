@@ -179,9 +179,9 @@ class _Recipes:
         self._views: list[View | Leaf | None] = [None] * pattern.num_slots
         # those that nodes are to save
         self._saved: list[tuple[Any, PackedArgument, View]] = []
-        # by the places of recipes; and of those that attention reads, a view and the whole result
-        self._made: list[Made | None] = [None] * len(pattern.recipes)
-        self._read: list[tuple[View, Tensor]] = []
+        # by the places of recipes, each with the whole result; and a view that attention reads
+        self._made: list[tuple[Made, Tensor] | None] = [None] * len(pattern.recipes)
+        self._read: dict[int, View] = {}
 
     def find(self) -> None:
         """Find the recipe of each slot.
@@ -202,15 +202,17 @@ class _Recipes:
             if data.__class__ not in PLAIN_TENSORS or private.unpack_hook(raw):
                 raise UnknownNode
             x = packed.tensor(node)
-            made = self._made[place]
-            whole = None
-            if made is None:
+            known = self._made[place]
+            if known is None:
                 whole = self._whole(place, x)
-                made = self._made[place] = self._new(place, whole)
+                known = self._made[place] = self._new(place, whole), whole
+            elif key_of(x) != key_of(known[1]):
+                # it got other memory between the functions that read it
+                raise UnknownNode
             # `view_in`, without a call
-            view = View(made, 0, x.shape, x.stride(), x.storage_offset())
-            if whole is not None and packed.is_of_attention:
-                self._read.append((view, whole))
+            view = View(known[0], 0, x.shape, x.stride(), x.storage_offset())
+            if packed.is_of_attention:
+                self._read[place] = view
             self._views[slot.place] = view
             self._saved.append((node, packed, view))
 
@@ -267,9 +269,10 @@ class _Recipes:
     def save(self, count: Count) -> None:
         """Let the nodes save the recipes."""
         # other inputs are right where those of attention are, which are made of them
-        is_rounded = any(view.source.is_rounded for view, _ in self._read)
-        checks = checks_of("linear", [x for _, x in self._read], is_rounded)
-        for (view, _), check in zip(self._read, checks, strict=True):
+        made = [known for known in map(self._made.__getitem__, self._read) if known is not None]
+        is_rounded = any(source.is_rounded for source, _ in made)
+        checks = checks_of("linear", [whole for _, whole in made], is_rounded)
+        for view, check in zip(self._read.values(), checks, strict=True):
             view.check = check
         for node, packed, view in self._saved:
             save_in_place(packed.of(node), view, count)

@@ -251,6 +251,17 @@ def without_grad(x):
         x.mul_(2)
 
 
+def assert_write_is_seen(model):
+    """Backward raises, on a GPU one or two steps later."""
+
+    def steps():
+        for _ in range(3):
+            step(model, randn(2, T, D, dtype=torch.float64))
+
+    with pytest.raises(CheckpointError, match="the result of a linear, if code writes there"):
+        steps()
+
+
 class Writes(Separate):
     """Its code writes to a tensor before attention, which autograd does not see."""
 
@@ -280,14 +291,31 @@ def test_an_unseen_write(writer, monkeypatch):
         assert_steps(eager, model)
         assert not follows(model)
         return
+    assert_write_is_seen(model)
 
-    def steps():
-        # on a GPU the error comes one or two of them later
-        for _ in range(3):
-            step(model, randn(2, T, D, dtype=torch.float64))
 
-    with pytest.raises(CheckpointError, match="the result of a linear, if code writes there"):
-        steps()
+class QueriesOfKeys(Separate):
+    """Queries are made of keys, which code may write behind that."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((D // H,), 1.5))
+        self.write = None
+
+    def between(self, q, k, v):
+        q = k * self.scale
+        if self.write is not None:
+            self.write(k)
+        return q, k, v
+
+
+def test_an_unseen_write_to_a_tensor_that_two_functions_read():
+    """All inputs of attention are compared, also one that a function before has saved."""
+    eager, model = pair(QueriesOfKeys)
+    assert_steps(eager, model)
+    assert follows(model)
+    model.attention.write = by_data
+    assert_write_is_seen(model)
 
 
 def in_place(q, k, v):
